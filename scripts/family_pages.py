@@ -10,7 +10,6 @@ from triptych.checkpoint.config_files import with_text_config
 from triptych.models.base import FRAME_OPTIONS, Planner
 from triptych.models.registry import FAMILIES, WITH_TOWER, Family, resolve
 from triptych.models.shared.omni import OmniPlanner
-from triptych.models.shared.planner import MAX_ASPECT_RATIO, MAX_SOURCE_PIXELS
 from triptych.types import ImageHeader
 
 FOLDER = DOCS / "models"
@@ -293,19 +292,10 @@ def _page(page: Page) -> str:
         table(["", *map(spelled, families)], _facts(families)),
         "",
         *(f"- {note}" for note in page.notes),
-        *_image_limits(families),
-        "- [Media](../media.md) has the limits of all models; [Models](../models.md#what-is-checked) has the checks.",
         "",
         *_embeddings(page.model_types),
     ]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _image_limits(families: dict[str, Family]) -> list[str]:
-    if not any("image" in family.modalities for family in families.values()):
-        return []
-    pixels = f"An image has at most {MAX_SOURCE_PIXELS // 10**6} million pixels"
-    return [f"- {pixels}, and its sides differ at most {MAX_ASPECT_RATIO}-fold."]
 
 
 def _facts(families: dict[str, Family]) -> list[list[str]]:
@@ -350,8 +340,6 @@ def _embeddings(model_types: tuple[str, ...]) -> list[str]:
     ]
     return [
         "## Embeddings of an image",
-        "",
-        "Each embedding takes the place of one token. The settings are those of the named checkpoint.",
         "",
         table(["image", *(RELEASED[name].name for name in found)], rows),
         "",

@@ -14,6 +14,7 @@ from tests.support import families
 from tests.support.backbones import BACKBONES, MORE_BACKBONES
 from tests.support.tiny import HEARING, OMNI, OWN_TOWERS, SHARED, TINY, Tiny
 from triptych.models.registry import FAMILIES
+from triptych.models.shared.planner import MAX_ASPECT_RATIO, MAX_SOURCE_PIXELS
 from triptych.models.shared.settings import text_section
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -169,6 +170,11 @@ def page() -> str:
         "## Models with media",
         "",
         _families_with_media(),
+        "",
+        "Each page has a family's options, and the embeddings that images become with the settings of one checkpoint; "
+        "each embedding takes the place of one token.",
+        f"An image has at most {MAX_SOURCE_PIXELS // 10**6} million pixels, and its sides differ at most "
+        f"{MAX_ASPECT_RATIO}-fold; [Media](media.md) has the formats and other limits.",
         "",
         "## Text models",
         "",

@@ -23,7 +23,7 @@ from compat.__main__ import INSTALLED, packages_of
 from compat.model import build
 from compat.service import ROOT
 from compat.suites.peers import SGLANG, VLLM, Peer
-from compat.suites.reasons import LEFT, reason
+from compat.suites.reasons import EXTENSION, LEFT, reason
 from scripts.generated import DOCS, table, with_region
 
 VERSION = "0.33.0"
@@ -175,6 +175,7 @@ def region(suite: Suite, results: Results) -> str:
     rows = [
         [kind, why, str(len(tests)), ", ".join(f"`{name}`" for name in _names(tests)) if kind == LEFT else ""]
         for (kind, why), tests in sorted(left.items(), key=lambda item: (item[0][0] != LEFT, item[0]))
+        if kind != EXTENSION  # the page of the API lists them
     ]
     return body + table(["kind", "reason", "tests", "names"], rows)
 
