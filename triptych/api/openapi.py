@@ -4,7 +4,7 @@ Endpoints name their schemas, which are made with the document: FastAPI would ma
 which takes most of a frontend's."""
 
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -80,7 +80,8 @@ def add_openapi(app: FastAPI) -> None:
         if app.openapi_schema is None:
             made = get_openapi(title=app.title, version=app.version, routes=app.routes)
             _, definitions = models_json_schema([(kind, "validation") for kind in _REQUESTS], ref_template=REF)
-            answers = [(kind.__name__, "serialization", TypeAdapter(kind)) for kind in _ANSWERS]
+            mode: Literal["serialization"] = "serialization"
+            answers = [(kind.__name__, mode, TypeAdapter(kind)) for kind in _ANSWERS]
             _, others = TypeAdapter.json_schemas(answers, ref_template=REF)
             schemas = definitions["$defs"] | others["$defs"]
             made["components"] = {"schemas": dict(sorted(schemas.items()))}
