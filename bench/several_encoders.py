@@ -35,7 +35,7 @@ from bench.preprocess import make_video
 from bench.serve import Load, Sample, ask, request_body
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig
 from triptych.measure.machine import machine
-from triptych.router import encode_dispatcher
+from triptych.router import division
 from triptych.server.frontend import Frontend
 from triptych.topology import Role
 
@@ -60,7 +60,7 @@ def pictures(number: int, width: int, height: int) -> Callable[[int], list[dict[
     """Return what makes that many pictures."""
 
     def make(seed: int) -> list[dict[str, Any]]:
-        return request_body(MODEL, Load(number, width, height), seed)["messages"][0]["content"][:-1]  # type: ignore[no-any-return]
+        return request_body(MODEL, Load(number, width, height), seed)["messages"][0]["content"][:-1]
 
     return make
 
@@ -135,7 +135,7 @@ class Running:
 
     async def seconds(self, case: Case, way: str) -> tuple[float, list[str]]:
         """Ask once. Return the time to the last row, and the instances that encoded."""
-        encode_dispatcher.SECTION_SECONDS = WAYS[way]
+        division.SECTION_SECONDS = WAYS[way]
         self.asked += 1
         body = request_body(MODEL, Load(0, text_length=16, output_tokens=1), self.asked)
         body["messages"][0]["content"][:0] = case.media(self.asked)

@@ -18,7 +18,7 @@ from tests.support.stage_loops import encode_loops, record_media
 from tests.support.tiny import make_tiny
 from tests.support.video_cases import SMALL, image_part, user, video_part
 from triptych.config import EncodeConfig
-from triptych.router import encode_dispatcher
+from triptych.router import division
 
 CASES: dict[str, Messages] = {
     "qwen2_5_vl": user(video_part(clip("mp4", frames=50), **SMALL), "What happens?"),
@@ -35,7 +35,7 @@ EACH_PART = EncodeConfig(encode_batch_patches=1)
 
 @pytest.fixture(autouse=True)
 def _divide_small_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode_dispatcher, "SECTION_SECONDS", 0.0)
+    monkeypatch.setattr(division, "SECTION_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -27,8 +27,9 @@ from triptych.messages.work import (
     time_left,
 )
 from triptych.prompt.prompt import PlannedItem
+from triptych.router import division
 from triptych.router.caches import PartName, part_names
-from triptych.router.division import SECTION_SECONDS, EncoderState, divide
+from triptych.router.division import EncoderState, divide
 from triptych.router.forecast import Rate
 from triptych.router.instance import ENCODE_KINDS, Assignment, Instance, WorkKind
 from triptych.router.membership import Membership
@@ -263,7 +264,7 @@ class EncodeDispatcher:
         as long as nothing was measured, that of a batch."""
         stats = [one.stats.encode for one in self._membership.encode_instances(begun=True) if one.stats.encode]
         seconds, cost = sum(one.tower_seconds for one in stats), sum(one.cost for one in stats)
-        return SECTION_SECONDS * cost / seconds if cost and seconds else self._membership.encode_batch_patches
+        return division.SECTION_SECONDS * cost / seconds if cost and seconds else self._membership.encode_batch_patches
 
     def _queued(self, task: EncodeTask) -> Ticket[EncodeTask]:
         kind: ItemKind | SuspectKind = ItemKind.SHORT
