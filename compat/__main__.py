@@ -4,6 +4,7 @@ Each file of ``clients/`` is one client. Its first lines name the packages that 
 
     # needs: pip openai>=3,<4            (or npm, or system for commands that are on the machine)
     # needs: own torch                   (Triptych's own packages: those of the client would be gigabytes)
+    # needs: without torchvision         (packages that don't load beside these, and that the client does without)
 
 They are installed once in ``.compat/NAME``. A client prints a line for each check: ``text: ok``, ``image: failed
 REASON`` or ``tool: n/a REASON``. A check without a line has failed.
@@ -90,6 +91,9 @@ class Client:
                 elif installer == "pip":
                     pip = [str(self.folder / "bin" / "python"), "-m", "pip", "install", "-q", *packages]
                     subprocess.run(pip, check=True)
+                elif installer == "without":
+                    pip = [str(self.folder / "bin" / "python"), "-m", "pip", "uninstall", "-q", "--yes", *packages]
+                    subprocess.run(pip, check=True)
                 elif installer == "npm":
                     subprocess.run(["npm", "install", "--silent", *packages], cwd=self.folder, check=True)
             stamp.write_text(wanted)
@@ -101,15 +105,20 @@ class Client:
         shutil.copytree(CLIENTS.parent / "shared", self.folder / "shared", dirs_exist_ok=True)
 
     def version(self) -> str:
-        """The installed versions of the packages that it names."""
+        """The installed versions of the packages, or of the command, that it names."""
         found = []
+        removed = [package for installer, packages in self.needs for package in packages if installer == "without"]
         for installer, packages in self.needs:
+            if installer == "system" and shutil.which(packages[0]):
+                shown = subprocess.run([packages[0], "--version"], capture_output=True, text=True, check=True)
+                found.append(f"{packages[0]} {shown.stdout.split()[-1]}")
+                continue
             for package in packages:
                 name = re.sub(r"(?<=.)(@|\[|[<>=!~]).*", "", package)
                 if installer == "npm":
                     text = (self.folder / "node_modules" / name / "package.json").read_text()
                     found.append(f"{name} {json.loads(text)['version']}")
-                elif installer == "pip":
+                elif installer == "pip" and name not in removed:
                     asked = f"import importlib.metadata as m; print(m.version({name!r}))"
                     python = str(self.folder / "bin" / "python")
                     shown = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True)

@@ -1,5 +1,7 @@
 # needs: own torch
-# needs: pip lmms-eval>=0.7.3,<0.8
+# needs: pip lmms-eval>=0.7.3,<0.8 torchvision<0.29 filelock<3.20
+# needs: without torchvision
+# A newer torchvision would bring another PyTorch; this one's operators need CUDA. Newer filelocks lack what it reads.
 """LMMs-Lab's evaluation harness on a task made here: questions with and without a picture."""
 
 import json
@@ -36,12 +38,13 @@ def evaluate(name: str, answer: str, question: str, *pictures: str) -> None:
     (folder / "asked.py").write_text(MODULE)
     (folder / "asked.yaml").write_text(TASK.format(data=data, answer=answer))
     settings = f"model={MODEL},base_url={URL}/v1,num_concurrent=2,max_retries=1,timeout=120"
-    command(
+    shown = command(
         *("lmms-eval", "--model", "openai", "--model_args", settings, "--tasks", "asked", "--batch_size", 1),
         *("--include_path", folder, "--output_path", folder / "results"),
     )
-    (found,) = (folder / "results").rglob("*_results.json")
-    results: dict[str, Any] = json.loads(found.read_text())["results"]["asked"]
+    found = list((folder / "results").rglob("*_results.json"))
+    assert found, shown[-280:]  # its errors are no exit code
+    results: dict[str, Any] = json.loads(found[0].read_text())["results"]["asked"]
     assert results["exact_match,none"] == 1, results
 
 
