@@ -45,7 +45,7 @@ def compiled_rule(name: str | None) -> DeltaRule:
 RULES: dict[str, Callable[[], DeltaRule]] = {
     "PyTorch": PyTorchDeltaRule,
     "the fastest": lambda: compiled_rule(None),
-    "avx2-vnni": lambda: compiled_rule("avx2-vnni"),
+    "avx2": lambda: compiled_rule("avx2"),
     "x86-64": lambda: compiled_rule("x86-64"),
 }
 
