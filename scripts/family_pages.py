@@ -54,7 +54,7 @@ PAGES = {
         (
             "The thinker is served: answers are text.",
             "A second of audio becomes 25 tokens, and a clip has at most the seconds of `chunk_length` (300).",
-            f"With `{SOUND_OPTION}`, a video's first audio track is used, too, in turns with its frames.",
+            f"With `{SOUND_OPTION}`, a video's first audio track is also used, in turns with its frames.",
             "A turn is `seconds_per_chunk` long.",
             "`min_pixels` and `max_pixels` bound an image, and each frame of a video.",
         ),
@@ -73,7 +73,7 @@ PAGES = {
         (
             "The thinker is served: answers are text.",
             "One frame a second is sampled by default; a second of audio becomes 13 tokens.",
-            f"With `{SOUND_OPTION}`, a video's first audio track is used, too, interleaved with its frames by time.",
+            f"With `{SOUND_OPTION}`, a video's first audio track is also used, interleaved with its frames by time.",
             "`min_pixels` and `max_pixels` bound an image, and each frame of a video.",
         ),
     ),
@@ -87,8 +87,8 @@ PAGES = {
             "`mm_processor_kwargs.dynamic_hd` lowers the files' largest number of tiles, 36; bounds are refused.",
             "Transformers' files (`phi4_multimodal`) have the LoRAs in folders, `vision-lora` and `speech-lora`, as "
             "peft writes them: those that are there are used, and other media are computed without a LoRA.",
-            "Audio is projected otherwise in requests that have images, too.",
-            "Each clip goes through the tower by itself; Transformers pads those of a request to one length.",
+            "In requests that also have images, audio is projected otherwise.",
+            "Each clip is encoded by itself; Transformers pads a request's clips to one length.",
         ),
     ),
     "glm-v": Page(
@@ -112,7 +112,7 @@ PAGES = {
         "LLaVA-NeXT and LLaVA-OneVision",
         ("llava_next", "llava_onevision"),
         (
-            "Bounds are those of the area of all tiles together, without the whole that precedes them.",
+            "Bounds apply to the area of all tiles together, without the overview before them.",
             "LLaVA-OneVision shows an image in tiles only if it is the request's only image.",
             "LLaVA-OneVision resizes all frames alike, refuses bounds for videos, and samples 32 frames by default.",
         ),
@@ -163,7 +163,7 @@ PAGES = {
         (
             "All images are resized alike, so bounds of their area are refused.",
             "An image's tokens attend to each other in both directions, so one step computes all of them.",
-            "With `do_pan_and_scan`, long images are shown in crops, too; the other options then have vLLM's defaults.",
+            "With `do_pan_and_scan`, long images are also shown in crops; the other options then have vLLM's defaults.",
             "Options of crops are refused if neither the request nor the processor's file sets `do_pan_and_scan`.",
             "There are no `prompt_logprobs` with images, whose tokens attend to later ones.",
         ),
@@ -187,7 +187,7 @@ PAGES = {
         ("idefics3", "smolvlm"),
         (
             "An image is resized to the longest edge before it is cut, so a small one costs as much as a large one.",
-            "Bounds are those of the area of all tiles together, without the whole that follows them.",
+            "Bounds apply to the area of all tiles together, without the overview after them.",
             "A request's `size` has a `longest_edge` alone, up to the files' own.",
             "SmolVLM takes videos: each frame is one tile, after its time; bounds and `size` are refused for them.",
             "One frame a second is sampled, at most 64; of a longer video, the first and the last second are left out.",
@@ -201,7 +201,7 @@ PAGES = {
             "An image is scaled to the canvas of tiles that it is enlarged least for, at most to a tile's side.",
             "The rest of the canvas is black. Tiles have separators in the prompt; the whole image follows them.",
             "`max_patches` bounds the tiles within the model's own number; `resize_to_max_canvas` enlarges small ones.",
-            "Bounds are those of the area of all tiles together, without the whole.",
+            "Bounds apply to the area of all tiles together, without the overview.",
             "Its image processor needs torchvision: pixels are compared with what it made of seeded images.",
         ),
     ),
@@ -215,7 +215,7 @@ PAGES = {
             "`downsample_mode` (`16x` or `4x`) holds for images and videos alike.",
             "Images are numbered in the prompt unless the processor's file says otherwise.",
             "A video is sampled once a second, longer ones more rarely; bounds of its frames' area are refused.",
-            "Of earlier versions, 2.6 and 4.5 are served; a conversation's parts become its lines.",
+            "Earlier versions 2.6 and 4.5 are served; a conversation's parts become its lines.",
             "Their videos are sampled as their published descriptions say: 2.6's once a second (at most 64 frames), "
             "4.5's three times a second.",
             "From 180 frames, 4.5 shows up to 3 frames together: they become one line and one image's embeddings.",
@@ -227,13 +227,13 @@ PAGES = {
         "DeepSeek-OCR",
         ("deepseek_vl_v2", "deepseek_ocr2"),
         (
-            "Of `deepseek_vl_v2`, DeepSeek-OCR and DeepSeek-OCR-2 are served, not DeepSeek-VL2.",
+            "`deepseek_vl_v2` means DeepSeek-OCR and DeepSeek-OCR-2; DeepSeek-VL2 isn't served.",
             "DeepSeek-OCR cuts an image into tiles if it is the request's only one, or if `crop_mode` is true.",
             "DeepSeek-OCR-2 cuts every image that is larger than a tile, unless `crop_mode` is false.",
             "DeepSeek-OCR's modes are `base_size`, `image_size` and `crop_mode` as in its code. "
             "With `crop_mode: false`, Tiny is 512 for both sizes, Small 640, Base 1024 and Large 1280.",
             "Gundam, the default, is 1024, 640 and true; other sizes of tiles are refused.",
-            "Bounds are those of the area of all tiles together, without the whole that follows them.",
+            "Bounds apply to the area of all tiles together, without the overview after them.",
             "An image whose `max_pixels` no tiles fit within is shown as a whole alone.",
             "A checkpoint without a chat template gets the plain format of the published code.",
         ),
@@ -253,7 +253,7 @@ PAGES = {
             "A `chat_template.jinja` in the folder replaces it; it writes `<|image|>` for an image.",
             "Positions aren't scaled, as in the published code: a config with `rope_scaling` is refused.",
             "CogVLM and CogVLM2-Video aren't served.",
-            "The tower follows descriptions and ports of the published code; no published weights were loaded.",
+            "The encoder follows descriptions and ports of the published code; no published weights were loaded.",
             "Transformers has no class for CogVLM2, so tests compare it with an implementation of their own.",
         ),
     ),
@@ -261,7 +261,7 @@ PAGES = {
         "InternVL",
         ("internvl", "internvl_chat"),
         (
-            "Bounds are those of the area of all tiles together, without the thumbnail that follows them.",
+            "Bounds apply to the area of all tiles together, without the thumbnail after them.",
             "Frames of videos are resized alike, so bounds are refused; 32 frames are sampled by default.",
             "`min_dynamic_patch` and `max_dynamic_patch` are within the files' own, and don't count the thumbnail.",
             "A request has either these and `dynamic_image_size` or bounds.",

@@ -41,14 +41,14 @@ class EngineConfig(Settings):
     quantization: str = setting(
         "none",
         "int8 or int4 (CPUs only): the decoder's weights in 8 or 4 bits, activations quantized dynamically to int8; "
-        "towers and the LM head stay in the format of --dtype auto",
+        "encoders and the LM head stay in the format of --dtype auto",
         choices=QUANTIZATIONS,
         hint="; a checkpoint that is quantized needs no flag: its config says how",
         common=True,
     )
     encoder_quantization: str = setting(
         "none",
-        "int8 (CPUs only): the towers' linear layers in int8, activations quantized dynamically, with one scale per "
+        "int8 (CPUs only): the encoders' linear layers in int8, activations quantized dynamically, with one scale per "
         "output and per token; their projections of patches and attention are as with --dtype alone",
         choices=ENCODER_QUANTIZATIONS,
         common=True,
@@ -84,7 +84,7 @@ class EngineConfig(Settings):
         512, "tokens in one step: decodes first, then prefill chunks", ge=1, common=True
     )
     cuda_graphs: bool = setting(
-        True, "on GPUs, run steps and vision towers as CUDA graphs", off=("enforce_eager", "disable_cuda_graph")
+        True, "on GPUs, run steps and encoders as CUDA graphs", off=("enforce_eager", "disable_cuda_graph")
     )
     max_model_len: int = setting(
         0,

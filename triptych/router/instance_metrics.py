@@ -111,7 +111,7 @@ SERIES = [
     Series(
         "mm_fetched_bytes", "bytes of media files fetched from frontends", True, _encode(lambda one: one.fetched_bytes)
     ),
-    Series("mm_items_encoded", "media items encoded by the tower", True, _encode(lambda one: one.encoded)),
+    Series("mm_items_encoded", "images, videos and clips encoded", True, _encode(lambda one: one.encoded)),
     Series(
         "receive_pool_usage_perc", "share of the receive pool's blocks in use, 0 to 1", False,
         _received(lambda pool: pool.used / max(1, pool.blocks)), "kind",
