@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.plans import plan_of
-from triptych.encode.batching import EncodeQueue, PreprocessScheduler
+from triptych.encode.batching import EncodePace, EncodeQueue, EncodeScheduler, PreprocessScheduler
 from triptych.encode.jobs import EncodeJob, EncodePart
 from triptych.models.base import EncoderInput
 
@@ -80,6 +83,77 @@ def test_a_stream_of_images_leaves_a_video_half_of_the_encoder() -> None:
         for one in queue.next_batch():
             done[one.long] += one.patches
     assert 0.4 <= done[True] / sum(done.values()) <= 0.6
+
+
+@given(
+    arrivals=st.lists(st.lists(st.tuples(st.booleans(), st.sampled_from("abc"), st.integers(1, 30)), max_size=4)),
+    limit=st.integers(1, 20),
+    max_cost=st.sampled_from([1.0, 15.0, float("inf")]),
+)
+def test_a_short_item_waits_for_at_most_one_batch_of_long_ones(
+    arrivals: list[list[tuple[bool, str, int]]], limit: int, max_cost: float
+) -> None:
+    """Whatever comes: while short items' parts wait, no two batches in a row are without one; no batch but of
+    a single part exceeds a limit; and all parts are encoded once."""
+    queue, added, done, passed_over = EncodeQueue(limit), 0, list[EncodePart](), 0
+    for batch_number in range(10_000):
+        for long, client, size in arrivals[batch_number] if batch_number < len(arrivals) else []:
+            owner = replace(job(), client=client, long=long)
+            queue.add(replace(part(size, owner), cost=2.0 * size))
+            added += 1
+        short_waits = queue.patches_of(long=False) > 0
+        if not (batch := queue.next_batch(max_cost)):
+            if batch_number >= len(arrivals):
+                break
+            continue
+        done += batch
+        passed_over = passed_over + 1 if short_waits and all(one.long for one in batch) else 0
+        assert passed_over <= 1
+        assert len(batch) == 1 or sum(one.patches for one in batch) <= limit
+        assert len(batch) == 1 or sum(one.cost for one in batch) <= max_cost
+    assert len({id(one) for one in done}) == len(done) == added
+    assert queue.num_patches == 0
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (5, 8), (1, 10), (10, 1), (3, 30)])
+@pytest.mark.parametrize("clients", [1, 20])
+def test_long_items_have_half_of_the_encoder_whatever_short_ones_come(sizes: tuple[int, int], clients: int) -> None:
+    queue, videos = EncodeQueue(10), [long_job(f"v{number}") for number in range(clients)]
+    done = {True: 0, False: 0}
+    for number in range(600):
+        while queue.patches_of(long=False) < 20:
+            queue.add(part(sizes[0], replace(job(), client=f"p{number % 7}")))
+        while queue.patches_of(long=True) < 20:
+            queue.add(part(sizes[1], videos[number % clients]))
+        for one in queue.next_batch():
+            done[one.long] += one.patches
+    assert 0.4 <= done[True] / sum(done.values()) <= 0.6
+
+
+def test_batches_take_as_long_as_parts_may_wait() -> None:
+    """Nothing bounds the first; after it, the pace is known, and follows when it changes."""
+    plan = plan_of(*[1] * 1000, cost=1000.0)
+    scheduler = EncodeScheduler(64, workers=1, latency=0.25)
+    video = EncodeJob("key", plan, range(1000), received=0.0)
+    scheduler.add(video)
+    for number in range(1000):
+        made = EncoderInput(np.zeros((1, 1), dtype=np.float32), (1, 1, 1), str(number))
+        scheduler.add_part(video, number, str(number), made)
+    sizes = []
+    for seconds_per_part in (0.01, 0.01, *[0.05] * 60):
+        batch = scheduler.next_batch(0.0)
+        sizes.append(len(batch))
+        scheduler.batch_encoded(batch, seconds_per_part * len(batch))
+    assert (sizes[:2], sizes[-1]) == ([64, 25], 5)
+
+
+def test_a_pace_is_unknown_before_the_first_batch() -> None:
+    pace = EncodePace()
+    assert pace.per_second == float("inf")
+    pace.add(0.0, 1.0)
+    assert pace.per_second == float("inf")
+    pace.add(30.0, 2.0)
+    assert pace.per_second == pytest.approx(30.0 / (2.0 + 15 / 16))
 
 
 def scheduler_of(max_started: int = 2) -> PreprocessScheduler:

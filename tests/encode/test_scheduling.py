@@ -115,7 +115,7 @@ class Instance:
             for job, _ in failed.waiters if failed else []:
                 self._end(job, "failed")
             return
-        self.scheduler.batch_encoded(batch)
+        self.scheduler.batch_encoded(batch, 1.0)
         for part in batch:
             self.encoded.append(int(part.name))
             for job, number in part.waiters:

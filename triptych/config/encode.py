@@ -11,6 +11,12 @@ class EncodeConfig(Settings):
     """Encode instances."""
 
     encode_batch_patches: int = setting(1024, "maximum patches in one batch; a larger item is encoded by itself", ge=1)
+    encode_latency_ms: int = setting(
+        250,
+        "about how long a batch of several parts may take, in ms, by what earlier ones took; short items wait for at "
+        "most one batch of others' long ones",
+        ge=1,
+    )
     decode_workers: int = setting(
         0,
         "processes of one encode instance that decode media; 0: one for every four threads, at least one",

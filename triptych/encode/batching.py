@@ -3,29 +3,39 @@
 Callers pass the time, in seconds.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 from triptych.encode.jobs import EncodeJob, EncodePart
 from triptych.fair_queue import FairQueue, Ticket
 from triptych.models.base import EncoderInput
 
+LONG_SHARE = 0.5
+"""Least share of the patches encoded that parts of long items have, while parts of both kinds wait."""
+
 
 class EncodeQueue:
-    """Fair queue of preprocessed parts, dequeued in batches of up to ``max_patches`` patches.
+    """Fair queue of preprocessed parts, dequeued in batches of up to ``max_patches`` patches, and of a cost that takes
+    about as long as parts may wait.
 
-    Small parts are encoded together, a large one by itself, so that no part's rows wait for many others.
+    Small parts are encoded together, a large one by itself, so that no part's rows wait for many others. A short item's
+    part waits for at most one batch without short items' parts, whatever long items wait; these have ``LONG_SHARE``.
     """
 
     def __init__(self, max_patches: int) -> None:
         self.max_patches = max_patches
         self._ready: FairQueue[EncodePart] = FairQueue()
         self._patches = {True: 0, False: 0}
+        self._owed_long = 0.0
+        """Patches that long items lack of their share."""
+        self._short_waited = False
+        """Whether the last batch had no part of the short items that waited."""
 
     def add(self, part: EncodePart) -> None:
         """Enqueue a part, in the flow of the job that it was preprocessed for."""
         job, _ = part.waiters[0]
         part.long = job.long
-        self._ready.add(part, job.flow, part.patches)
+        self._ready.add(part, job.flow, part.patches, kind=part.long)
         self._patches[part.long] += part.patches
 
     @property
@@ -49,24 +59,52 @@ class EncodeQueue:
                 removed.append(part)
         return removed
 
-    def next_batch(self) -> list[EncodePart]:
-        """Dequeue the parts to encode together: at least one if any is queued, and more while they fit."""
+    def next_batch(self, max_cost: float = math.inf) -> list[EncodePart]:
+        """Dequeue the parts to encode together: at least one if any is queued, and more while they fit, also by their
+        cost."""
+        short_waits, long_waits = (self._patches[long] > 0 for long in (False, True))
+        long_first = self._owed_long > 0 and not self._short_waited
         batch: list[EncodePart] = []
-        patches = 0
+        patches, cost = 0, 0.0
 
         def fits(part: EncodePart) -> bool:
-            return not batch or patches + part.patches <= self.max_patches
+            return not batch or (patches + part.patches <= self.max_patches and cost + part.cost <= max_cost)
 
-        while (ticket := self._ready.pop(fits)) is not None:
-            part = ticket.work
-            batch.append(part)
-            patches += part.patches
-            self._patches[part.long] -= part.patches
+        for long in (long_first, not long_first):
+            while (ticket := self._ready.pop(fits, kinds=(long,))) is not None:
+                part = ticket.work
+                batch.append(part)
+                patches += part.patches
+                cost += part.cost
+                self._patches[part.long] -= part.patches
+        of_long = sum(part.patches for part in batch if part.long)
+        self._owed_long = self._owed_long + LONG_SHARE * patches - of_long if short_waits and long_waits else 0.0
+        self._short_waited = short_waits and of_long == patches
         return batch
 
     def __len__(self) -> int:
         return len(self._ready)
 
+
+class EncodePace:
+    """How much cost the encoder does per second, of late. A ratio of sums: a mean of ratios would be dominated by small
+    batches, which have the most overhead."""
+
+    def __init__(self) -> None:
+        self._cost = self._seconds = 0.0
+
+    def add(self, cost: float, seconds: float) -> None:
+        """Add a batch."""
+        self._cost, self._seconds = PACE_KEPT * self._cost + cost, PACE_KEPT * self._seconds + seconds
+
+    @property
+    def per_second(self) -> float:
+        """Infinite while it is unknown."""
+        return self._cost / self._seconds if self._seconds and self._cost else math.inf
+
+
+PACE_KEPT = 15 / 16
+"""Weight of what was known before, with each further batch."""
 
 TIME_SLICE_SECONDS = 0.2
 """Duration after which a long item's time slice ends with the next part."""
@@ -152,9 +190,12 @@ class EncodeScheduler:
     is alone.
     """
 
-    def __init__(self, max_patches: int, *, workers: int) -> None:
-        """Batches have up to ``max_patches`` patches. Items are preprocessed in ``workers`` time slices at a time."""
+    def __init__(self, max_patches: int, *, workers: int, latency: float = math.inf) -> None:
+        """Batches have up to ``max_patches`` patches, and take up to about ``latency`` seconds if they have several
+        parts. Items are preprocessed in ``workers`` time slices at a time."""
         self.max_patches = max_patches
+        self._latency = latency
+        self._pace = EncodePace()
         self._queue = EncodeQueue(max_patches)
         self._slices = PreprocessScheduler(
             self._queue, workers=workers, batches_ahead=PREPROCESS_AHEAD, max_started=MAX_LONG_ITEMS
@@ -228,21 +269,23 @@ class EncodeScheduler:
         if (known := self._parts.get(name)) is not None:
             known.waiters.append((job, number))
         else:
-            self._parts[name] = part = EncodePart(name, made, [(job, number)])
+            cost = job.plan.parts[number].cost
+            self._parts[name] = part = EncodePart(name, made, [(job, number)], cost=cost)
             self._queue.add(part)
 
     def next_batch(self, now: float) -> list[EncodePart]:
         """Dequeue the parts to encode together, until ``batch_encoded`` or ``batch_failed``; empty if there are none.
         ``now`` is in seconds since the epoch."""
-        parts = self._next_retry() or self._queue.next_batch()
+        parts = self._next_retry() or self._queue.next_batch(self._latency * self._pace.per_second)
         for job in {job for part in parts for job, _ in part.waiters}:
             job.encode_began = job.encode_began or now
         return parts
 
-    def batch_encoded(self, parts: Iterable[EncodePart]) -> None:
-        """End the parts of a batch. Equal ones that come later are new."""
+    def batch_encoded(self, parts: Iterable[EncodePart], seconds: float) -> None:
+        """End the parts of a batch, which took that long. Equal ones that come later are new."""
         for part in parts:
             del self._parts[part.name]
+        self._pace.add(sum(part.cost for part in parts), seconds)
 
     def batch_failed(self, parts: Sequence[EncodePart]) -> EncodePart | None:
         """Have both halves of a batch tried again. Returns the part at fault, whose jobs fail, if it was alone."""

@@ -87,13 +87,9 @@ class EncodePart:
     """The jobs that contain the part, and its number in each."""
     long: bool = False
     """Whether the first of these jobs is a long item."""
+    cost: float = 0.0
+    """By the first job's plan, in the unit of ``ItemPlan.cost``."""
 
     @property
     def patches(self) -> int:
         return len(self.input.patches)
-
-    @property
-    def cost(self) -> float:
-        """Its cost by the plan, in the unit of ``ItemPlan.cost``."""
-        job, number = self.waiters[0]
-        return job.plan.parts[number].cost

@@ -5,6 +5,7 @@ Items are processed part by part: a long item's first rows are sent before its l
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ class EncodeLoop:
         preprocessors: PreprocessorPool,
         runner: EncoderRunner,
         max_patches: int,
+        latency: float = math.inf,
         store: EmbeddingStore,
         sender: Sender,
         layout: RowLayout,
@@ -83,12 +85,13 @@ class EncodeLoop:
         clock: Clock,
         start_executor: StartExecutor,
     ) -> None:
-        """``address`` is this instance's own, where frontends answer. ``wake`` is called from other threads."""
+        """A batch of several parts takes up to about ``latency`` seconds. ``address`` is this instance's own, where
+        frontends answer. ``wake`` is called from other threads."""
         self._clock = clock
         threads = start_executor(preprocessors.number, "preprocess")
         self.preprocessing = PreprocessRunner(preprocessors, max_patches, threads, clock, wake)
         self.runner = runner
-        self._scheduler = EncodeScheduler(max_patches, workers=preprocessors.number)
+        self._scheduler = EncodeScheduler(max_patches, workers=preprocessors.number, latency=latency)
         self._store = store
         self._wake = wake
         self.sender = sender
@@ -411,8 +414,9 @@ class EncodeLoop:
                 self._fail(job, error, culprit)
             return
         self._failures.succeeded()
-        self._tower.add(parts, self._clock.now() - self._batch_began)
-        self._scheduler.batch_encoded(parts)
+        seconds = self._clock.now() - self._batch_began
+        self._tower.add(parts, seconds)
+        self._scheduler.batch_encoded(parts, seconds)
         for part, rows in zip(parts, future.result(), strict=True):
             names = [part_name(job.key, number) for job, number in part.waiters]
             self._store.put([*names, part.name], rows)

@@ -36,6 +36,7 @@ def encode_loop_factory(
         preprocessors=_ready(start_workers()),
         runner=EncoderRunner(encoder, model.weights.activations, instance.compute),
         max_patches=encode.encode_batch_patches,
+        latency=encode.encode_latency_ms / 1000,
         store=store,
         sender=sender,
         layout=model.row_layout,
