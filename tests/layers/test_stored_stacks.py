@@ -1,5 +1,6 @@
 """Experts that are quantized and stand in one tensor for all: as gpt-oss, transformers and ModelOpt store them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
 from tests.support.backbones import BACKBONES
 from tests.support.checkpoints import load_adapter, load_reference
@@ -19,6 +21,7 @@ from triptych.checkpoint.outline import META, StoredOutline
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
 from triptych.layers.linear import PlainFormat
+from triptych.layers.stored.reader import StoredReader
 
 CPU = torch.device("cpu")
 FP32 = PlainFormat(torch.float32)
@@ -114,3 +117,15 @@ def test_damaged_stacks_are_refused_by_name(
     with pytest.raises(CheckpointError, match=words) as error:
         logits(stored)
     assert "layers.1.mlp.experts.gate_up_proj" in str(error.value)
+
+
+def test_blocks_are_what_transformers_takes_them_for(tmp_path: Path) -> None:
+    make = torch.Generator().manual_seed(5)
+    blocks = torch.randint(0, 256, (2, 12, 3, 16), dtype=torch.uint8, generator=make)
+    scales = torch.randint(90, 160, (2, 12, 3), dtype=torch.uint8, generator=make)
+    save_file({"down_proj_blocks": blocks, "down_proj_scales": scales}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": MXFP4}))
+    reader = StoredReader(Checkpoint(tmp_path), str, FP32, CPU)
+    ours = torch.stack([one.dequantized() for one in reader.stack("down_proj", (2, 12, 96), transposed=False)])
+    theirs = _convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    assert torch.equal(ours.transpose(1, 2), theirs)
