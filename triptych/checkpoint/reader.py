@@ -1,6 +1,6 @@
 """Reads tensors of a checkpoint folder, memory-mapped."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +11,12 @@ from torch import Tensor
 from triptych.checkpoint.config_files import load_config, quantization_section
 from triptych.checkpoint.safetensors_header import TensorInfo, read_folder
 from triptych.errors import CheckpointError
+
+MANY = 1000
+"""Tensors in a file whose header takes long to parse, so that it isn't opened for each."""
+KEPT_OPEN = 32 * 2**20
+"""Bytes of tensors that are read of such a file before it is opened again: what has been read counts as the process's
+memory as long as the file is open."""
 
 
 def listed(keys: Iterable[str]) -> str:
@@ -33,6 +39,15 @@ class Checkpoint:
     def quantization(self) -> object:
         """What the config says of quantized weights, or None. Raises CheckpointError as ``load_config`` does."""
         return quantization_section(load_config(self.folder))
+
+    @cached_property
+    def _num_tensors(self) -> Counter[Path]:
+        return Counter(info.file for info in self.tensors.values())
+
+    @cached_property
+    def _opened(self) -> dict[Path, tuple[safe_open, int]]:
+        """Files that are open, and how many bytes have been read of each."""
+        return {}
 
     def info(self, key: str) -> TensorInfo:
         """Return a tensor's dtype, shape and size. Raises CheckpointError, naming the key, if there is no such
@@ -79,5 +94,8 @@ class Checkpoint:
             from triptych.checkpoint.gguf.values import read_tensor  # its library takes a while to import
 
             return {name: read_tensor(path, entry) for name, entry in places.items()}
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(info.stored_name or name) for name, info in infos.items()}
+        file, num_bytes = self._opened.pop(path, None) or (safe_open(path, framework="pt"), 0)
+        num_bytes += sum(info.num_bytes for info in infos.values())
+        if num_bytes <= KEPT_OPEN and self._num_tensors[path] >= MANY:
+            self._opened[path] = file, num_bytes
+        return {name: file.get_tensor(info.stored_name or name) for name, info in infos.items()}

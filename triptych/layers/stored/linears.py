@@ -12,6 +12,7 @@ from torch import Tensor
 from triptych.layers.grouped_weight import GroupedWeight, by_rows, concatenate_grouped
 from triptych.layers.int8 import Int8Weight, concatenate_int8
 from triptych.layers.linear import ConcatenatedLinear, Linear, WeightFormat
+from triptych.layers.products import AT_ONCE
 from triptych.layers.stored.format import LayerTensors
 
 
@@ -144,14 +145,14 @@ def _dense(parts: Sequence[StoredLinear]) -> Tensor:
         return parts[0].dequantized()
     if all(isinstance(one, DenseWeight) for one in parts):
         return concatenate([one.dequantized() for one in parts])
-    whole, row = None, 0
+    first = parts[0].rows(slice(0, 1)).dequantized()
+    whole, row = first.new_empty((sum(one.shape[0] for one in parts), first.shape[1]), dtype=torch.float32), 0
+    together = max(1, AT_ONCE // max(1, first.shape[1]))
     for part in parts:
-        weight = part.dequantized()
-        if whole is None:
-            whole = weight.new_empty((sum(one.shape[0] for one in parts), part.shape[1]), dtype=torch.float32)
-        whole[row : row + len(weight)] = weight
-        row += len(weight)
-    assert whole is not None, "there are several parts"
+        for start in range(0, part.shape[0], together):
+            some = part.rows(slice(start, start + together)).dequantized()
+            whole[row : row + len(some)] = some
+            row += len(some)
     return whole
 
 
