@@ -1,7 +1,6 @@
 """Quantized checkpoints in each format, in decoders, experts and towers: they are what their dequantized weights are,
 in transformers, too."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from tests.support.forward import (
     reference_logits,
     step,
 )
-from tests.support.quantized import Encode, quantized_pair
+from tests.support.quantized import Encode, assert_same_weights, quantized_pair
 from tests.support.stored_formats import AWQ, FORMATS, GPTQ, awq, but, fp8, gptq
 from tests.support.tiny import make_tiny
 from triptych.checkpoint.outline import META, StoredOutline
@@ -42,22 +41,6 @@ FP32 = PlainFormat(torch.float32)
 def modules(encoder: Any) -> Iterator[nn.Module]:
     """The modules of an encoder's towers."""
     yield from getattr(encoder, "towers", {"": encoder}).values()
-
-
-def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """All tensors, those of layers in parts as one."""
-    found: dict[str, list[Tensor]] = {}
-    for name, tensor in module.state_dict().items():
-        found.setdefault(re.sub(r"linears\.\d+\.", "", name), []).append(tensor)
-    return {name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in found.items()}
-
-
-def assert_same_weights(ours: nn.Module, dense: nn.Module) -> None:
-    found, expected = state_of(ours), state_of(dense)
-    assert found.keys() == expected.keys()
-    for name, weight in found.items():
-        assert weight.shape == expected[name].shape
-        assert not weight.numel() or (weight - expected[name]).abs().max() < 1e-6, name
 
 
 FAMILIES = ("qwen2_5_vl", "qwen3_moe", "kimi_vl", "internvl", "gemma4+gemma4_vision", "phi3")
@@ -97,6 +80,28 @@ def test_logits_equal_those_of_the_dequantized_model_in_transformers(tmp_path: P
     pool = Pool(adapter.load_decoder(checkpoint, FP32, CPU))
     ours = step(pool, [(Running(prompt), len(prompt.tokens))])
     expected = reference_logits(reference, prompt, [image])
+    assert_close(ours, expected, 1e-4 * expected.abs().max().item())
+    assert len(set(expected.argmax(-1).tolist())) > 5
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        pytest.param(family, name, marks=() if name in {"awq", "nvfp4-pack-quantized"} else pytest.mark.slow)
+        for family in ("llama", "qwen3_moe")
+        for name in FORMATS
+    ],
+)
+def test_logits_of_models_for_text(tmp_path: Path, family: str, name: str) -> None:
+    """Dense, and a mixture of experts."""
+    one, source = FORMATS[name], make_tiny(tmp_path / "source", BACKBONES.get(family, family))
+    stored, dense = quantized_pair(source, tmp_path, one.section, one.encode)
+    decoder, tokens = load_adapter(stored).load_decoder(Checkpoint(stored), FP32, CPU), torch.arange(3, 33)
+    positions = torch.arange(30.0).double().expand(3, -1)
+    prompt = Prompt(tokens, positions, torch.arange(0), torch.zeros(0, decoder.embedding.shape[1]))
+    with torch.inference_mode():
+        expected = load_reference(dense)(input_ids=tokens[None]).logits[0]
+    ours = step(Pool(decoder), [(Running(prompt), 30)])
     assert_close(ours, expected, 1e-4 * expected.abs().max().item())
     assert len(set(expected.argmax(-1).tolist())) > 5
 

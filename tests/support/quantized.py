@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 Encode = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor] | None]
@@ -110,3 +110,20 @@ def rounded(weight: Tensor, bits: int, group: Tensor, *, symmetric: bool) -> tup
 def value(levels: Tensor, scales: Tensor, zeros: Tensor, group: Tensor) -> Tensor:
     """The weight that ``rounded`` has made levels of."""
     return (levels - zeros[:, group]) * scales[:, group]
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """All tensors, those of layers in parts as one."""
+    found: dict[str, list[Tensor]] = {}
+    for name, tensor in module.state_dict().items():
+        found.setdefault(re.sub(r"linears\.\d+\.", "", name), []).append(tensor)
+    return {name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in found.items()}
+
+
+def assert_same_weights(ours: nn.Module, dense: nn.Module) -> None:
+    """All weights of a module of quantized layers are those of one of their values."""
+    found, expected = state_of(ours), state_of(dense)
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        assert weight.shape == expected[name].shape
+        assert not weight.numel() or (weight - expected[name]).abs().max() < 1e-6, name

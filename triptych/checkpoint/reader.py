@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -45,7 +46,7 @@ class Checkpoint:
         return Counter(info.file for info in self.tensors.values())
 
     @cached_property
-    def _opened(self) -> dict[Path, tuple[safe_open, int]]:
+    def _opened(self) -> dict[Path, tuple[Any, int]]:
         """Files that are open, and how many bytes have been read of each."""
         return {}
 
@@ -94,7 +95,7 @@ class Checkpoint:
             from triptych.checkpoint.gguf.values import read_tensor  # its library takes a while to import
 
             return {name: read_tensor(path, entry) for name, entry in places.items()}
-        file, num_bytes = self._opened.pop(path, None) or (safe_open(path, framework="pt"), 0)
+        file, num_bytes = self._opened.pop(path) if path in self._opened else (safe_open(path, framework="pt"), 0)
         num_bytes += sum(info.num_bytes for info in infos.values())
         if num_bytes <= KEPT_OPEN and self._num_tensors[path] >= MANY:
             self._opened[path] = file, num_bytes

@@ -1,7 +1,7 @@
 """4-bit weights in groups, and their quantization."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ DEFAULT_GROUP = 32
 accuracy."""
 PER_WORD = 8
 """4-bit numbers in an int32."""
+GROUPS = (128, 64, 32)
+"""Inputs per group that the kernels take."""
 MIDDLE = 8
 """Zero point of weights without zero points of their own."""
 HIGHEST = 15
@@ -54,8 +56,12 @@ class GroupedWeight:
         return GroupedWeight(self.words[part], self.scales[part], zeros, self.inputs, self.group)
 
     def columns(self, part: slice) -> "GroupedWeight":
-        """Return the inputs from ``part.start`` to ``part.stop``. Raises ConfigError if they don't begin with a
-        group."""
+        """Return the inputs from ``part.start`` to ``part.stop``, in smaller groups if they aren't whole ones. Raises
+        ConfigError if they aren't whole groups of any size that the kernels take."""
+        ends = part.start, 0 if part.stop == self.inputs else part.stop
+        step = next((one for one in GROUPS if self.group % one == 0 and not any(end % one for end in ends)), self.group)
+        if step < self.group:
+            return self._in_groups_of(step).columns(part)
         if part.start % self.group or (part.stop % self.group and part.stop != self.inputs):
             raise ConfigError(
                 f"a rank's inputs, {part.start} to {part.stop} of {self.inputs}, aren't whole groups of {self.group} "
@@ -65,6 +71,16 @@ class GroupedWeight:
         groups = slice(part.start // self.group, -(-part.stop // self.group))
         zeros = None if self.zeros is None else self.zeros[:, groups]
         return GroupedWeight(words, self.scales[:, groups], zeros, part.stop - part.start, self.group)
+
+    def _in_groups_of(self, size: int) -> "GroupedWeight":
+        """Return the same weight in groups of ``size``, which divides the present one."""
+        groups = -(-self.inputs // size)
+
+        def repeated(values: Tensor) -> Tensor:
+            return values.repeat_interleave(self.group // size, dim=1)[:, :groups]
+
+        zeros = None if self.zeros is None else repeated(self.zeros)
+        return replace(self, scales=repeated(self.scales), zeros=zeros, group=size)
 
     def dequantized(self) -> Tensor:
         """Return W in float32."""
