@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.encode_harness import A, EncodeHarness, stored_name
+from tests.support.encode_harness import LAYOUT, A, EncodeHarness, stored_name
 from tests.support.plans import plan_of
 from triptych.clock import SystemClock
 from triptych.encode import file_store
 from triptych.encode.file_store import FileStore
 from triptych.encode.store import EmbeddingRows, MemoryStore, TieredStore
 from triptych.executor import started_executor
+from triptych.messages.stats import InstanceStats
 
 WIDTH = 64
 MAX_BYTES = 64 * 1024
@@ -230,5 +231,11 @@ def test_after_a_restart_nothing_is_encoded_again(tmp_path: Path) -> None:
             harness.answer(bytes([number + 1] * 3))
         assert harness.encoded() == [(A, f"t{number}", bool(start)) for number in range(10)]
         assert bool(harness.preprocessors.seen) == (start == 0)
+        harness.loop.add_stats(stats := InstanceStats())
+        assert stats.encode is not None
+        memory, disk = stats.encode.tiers
+        assert (memory.name, disk.name, disk.hits) == ("memory", "disk", 30 * start)
+        assert (stats.encode.patches, stats.encode.batches > 0) == (0 if start else 60, not start)
+        assert memory.bytes == 60 * LAYOUT.row_bytes
         harness.close()
         files.close()

@@ -18,7 +18,7 @@ from triptych.errors import ErrorKind, HelperFailed, InstanceBroken
 from triptych.job_faults import MAX_IN_A_ROW, Culprit
 from triptych.layers.torch_device import TorchDevice
 from triptych.messages.rows import Abort, Done, Offer, TransferSide
-from triptych.messages.stats import InstanceStats
+from triptych.messages.stats import CacheTier, InstanceStats
 from triptych.messages.work import (
     MEDIA_PIECE_BYTES,
     Encode,
@@ -350,6 +350,7 @@ class Later:
     """A store that answers when the test says so."""
 
     num_bytes = max_bytes = 0
+    tiers: list[CacheTier] = []  # noqa: RUF012 - it has none
 
     def __init__(self) -> None:
         self.asked: list[tuple[Sequence[str], Future[Found]]] = []

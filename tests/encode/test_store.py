@@ -15,6 +15,7 @@ from triptych.encode import store as stores
 from triptych.encode.file_store import FileStore
 from triptych.encode.store import EmbeddingRows, EmbeddingStore, Found, MemoryStore, TieredStore, part_name, row_name
 from triptych.executor import started_executor
+from triptych.messages.stats import CacheTier
 
 WIDTH = 10
 
@@ -144,6 +145,7 @@ class Slow:
     """A store whose answers are at the test's hands."""
 
     num_bytes = max_bytes = 0
+    tiers: list[CacheTier] = []  # noqa: RUF012 - it has none
 
     def __init__(self) -> None:
         self.asked: list[tuple[Sequence[str], Future[Found]]] = []

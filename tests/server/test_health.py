@@ -8,7 +8,7 @@ import pytest
 
 from triptych.clock import SystemClock
 from triptych.errors import StartError
-from triptych.messages.stats import EncodeStats, InstanceStats
+from triptych.messages.stats import CacheTier, EncodeStats, InstanceStats
 from triptych.server import health as health_module
 from triptych.server.health import MAX_CONNECTIONS, MAX_HEAD, HealthServer
 from triptych.server.pulse import Pulse
@@ -55,10 +55,16 @@ def test_metrics_are_those_of_the_last_heartbeat(server: HealthServer) -> None:
     encode = EncodeStats(
         waiting=1, running=2, encoded=7, cache_queries=0, cache_hits=0, cache_bytes=0, cache_max_bytes=0
     )
+    encode.patches, encode.batches, encode.tower_seconds = 900, 3, 1.5
+    encode.tiers = [CacheTier("memory", 4, 100), CacheTier("shm", 5, 200)]
     server.pulse.stats = InstanceStats(encode=encode, busy_seconds=1.5)
     text = get(server, "/metrics?x=1").text
     assert 'triptych:mm_items_encoded_total{instance_name="e0",role="E"} 7.0' in text
     assert 'triptych:instance_busy_seconds_total{instance_name="e0",role="E"} 1.5' in text
+    assert 'triptych:mm_cache_tier_hits_total{instance_name="e0",role="E",tier="shm"} 5.0' in text
+    assert 'triptych:mm_cache_tier_bytes{instance_name="e0",role="E",tier="memory"} 100.0' in text
+    assert 'triptych:mm_patches_encoded_total{instance_name="e0",role="E"} 900.0' in text
+    assert 'triptych:mm_encode_seconds_total{instance_name="e0",role="E"} 1.5' in text
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,9 @@ from blake3 import blake3
 
 from triptych import __version__
 from triptych.clock import Clock
-from triptych.encode.store import EmbeddingRows, Found
+from triptych.encode.store import EmbeddingRows, Found, num_found
 from triptych.executor import StartExecutor
+from triptych.messages.stats import CacheTier
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +58,11 @@ class FileStore:
     Files that are damaged, or of another version of the program, are as good as none.
     """
 
-    def __init__(self, folder: Path, max_bytes: int, clock: Clock, start_executor: StartExecutor) -> None:
-        """Create the folder, for this user alone. Raises OSError if it can't be created or others may write to it."""
+    def __init__(
+        self, folder: Path, max_bytes: int, clock: Clock, start_executor: StartExecutor, *, name: str = "disk"
+    ) -> None:
+        """Create the folder, for this user alone. Raises OSError if it can't be created or others may write to it.
+        ``name`` is the tier's in statistics."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = folder.lstat()
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
@@ -69,7 +73,8 @@ class FileStore:
         self._reader = start_executor(1, "stored-rows-read")
         self._writer = start_executor(1, "stored-rows-write")
         self._guard = threading.Lock()
-        self._num_lookups = self._queued_bytes = 0
+        self._name = name
+        self._num_lookups = self._num_hits = self._queued_bytes = 0
         self._failed: set[str] = set()
         """What has failed before, so that it is logged once."""
         self._writer.submit(self._logged, "count", self._locked, self._evict)
@@ -80,6 +85,11 @@ class FileStore:
         with contextlib.suppress(OSError, ValueError):
             return int((self._folder / LOCK).read_bytes()[:20])
         return 0
+
+    @property
+    def tiers(self) -> list[CacheTier]:
+        """See ``EmbeddingStore``."""
+        return [CacheTier(self._name, self._num_hits, self.num_bytes)]
 
     def lookup(self, names: Sequence[str]) -> "Future[Found]":
         """See ``EmbeddingStore``."""
@@ -116,7 +126,9 @@ class FileStore:
 
     def _read_all(self, names: list[str]) -> Found:
         try:
-            return [self._logged("read", self._read, name) for name in names]
+            found = [self._logged("read", self._read, name) for name in names]
+            self._num_hits += num_found(found)  # by this thread alone
+            return found
         finally:
             with self._guard:
                 self._num_lookups -= 1

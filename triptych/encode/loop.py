@@ -196,6 +196,7 @@ class EncodeLoop:
             batches=self._tower.batches,
             cost=self._tower.cost,
             tower_seconds=self._tower.seconds,
+            tiers=self._store.tiers,
         )
 
     def close(self) -> None:

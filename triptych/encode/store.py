@@ -13,6 +13,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from triptych.messages.identity import update_with_length
+from triptych.messages.stats import CacheTier
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,10 @@ class EmbeddingStore(Protocol):
     @property
     def max_bytes(self) -> int: ...
 
+    @property
+    def tiers(self) -> list[CacheTier]:
+        """Statistics of each of the stores that it consists of."""
+
     def lookup(self, names: Sequence[str]) -> "Future[Found]":
         """Return the rows of each name. They must not be changed. The future doesn't fail: what can't be read isn't
         there."""
@@ -83,14 +88,21 @@ class MemoryStore:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
+        self._num_hits = 0
         self._lock = threading.Lock()
         self._entries: OrderedDict[_StoredRows, None] = OrderedDict()
         """Least recently used first, as are the names."""
         self._names: OrderedDict[str, _StoredRows] = OrderedDict()
 
+    @property
+    def tiers(self) -> list[CacheTier]:
+        return [CacheTier("memory", self._num_hits, self.num_bytes)]
+
     def lookup(self, names: Sequence[str]) -> "Future[Found]":
         with self._lock:
-            return answered([self._use(name) for name in names])
+            found = [self._use(name) for name in names]
+            self._num_hits += num_found(found)
+        return answered(found)
 
     def put(self, names: Sequence[str], rows: EmbeddingRows) -> None:
         with self._lock:
@@ -149,6 +161,10 @@ class TieredStore:
     def max_bytes(self) -> int:
         return self._tiers[0].max_bytes
 
+    @property
+    def tiers(self) -> list[CacheTier]:
+        return [one for tier in self._tiers for one in tier.tiers]
+
     def lookup(self, names: Sequence[str]) -> "Future[Found]":
         result: Future[Found] = Future()
         self._ask(0, names, {}, result)
@@ -189,6 +205,11 @@ def put_in(stores: Iterable[EmbeddingStore], names: Sequence[str], rows: Embeddi
     """Keep rows in each of several stores."""
     for store in stores:
         store.put(names, rows)
+
+
+def num_found(found: Found) -> int:
+    """Return how many of the names that were looked up are there."""
+    return sum(rows is not None for rows in found)
 
 
 def answered(found: Found) -> "Future[Found]":

@@ -76,6 +76,17 @@ class Load(Struct, frozen=True):
     pools: list[PoolUsage] = []
 
 
+class CacheTier(Struct):
+    """Statistics of one tier of an encoder cache."""
+
+    name: str
+    """``memory``, ``shm`` or ``disk``."""
+    hits: Count
+    """Parts that this instance has found there so far."""
+    bytes: Count
+    """Size of the embeddings there. Instances on a machine have the tiers after the first in common."""
+
+
 class EncodeStats(Struct):
     """Statistics of an encode loop and its encoder cache."""
 
@@ -101,6 +112,8 @@ class EncodeStats(Struct):
     """Cost of the parts encoded so far, in the unit of ``ItemPlan.cost``."""
     tower_seconds: Seconds = 0.0
     """Seconds for which batches were in the tower, or waited for the compute thread."""
+    tiers: list[CacheTier] = []
+    """Tiers of the encoder cache, in the order in which they are tried."""
 
 
 class PageUsage(Struct, frozen=True):

@@ -8,7 +8,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from triptych.clock import Clock
-from triptych.messages.stats import EncodeStats, InstanceStats, LanguageStats, PageUsage, ReceivePool, SenderCounters
+from triptych.messages.stats import (
+    CacheTier,
+    EncodeStats,
+    InstanceStats,
+    LanguageStats,
+    PageUsage,
+    ReceivePool,
+    SenderCounters,
+)
 from triptych.observe.metrics import PREFIX
 from triptych.router.instance import Instance
 from triptych.router.launcher_view import LauncherView
@@ -34,6 +42,12 @@ class Series:
 
 def _encode(of: Callable[[EncodeStats], float]) -> Callable[[Instance], Iterable[Value]]:
     return lambda instance: [("", of(instance.stats.encode))] if instance.stats.encode else []
+
+
+def _tiers(of: Callable[[CacheTier], float]) -> Callable[[Instance], Iterable[Value]]:
+    return lambda instance: (
+        [(one.name, of(one)) for one in instance.stats.encode.tiers] if instance.stats.encode else []
+    )
 
 
 def _language(of: Callable[[LanguageStats], float]) -> Callable[[Instance], Iterable[Value]]:
@@ -108,6 +122,19 @@ SERIES = [
     Series("mm_cache_queries", "parts looked up in the encoder cache", True, _encode(lambda one: one.cache_queries)),
     Series("mm_cache_hits", "parts found in the encoder cache", True, _encode(lambda one: one.cache_hits)),
     Series("mm_cache_bytes", "embeddings in the encoder cache, in bytes", False, _encode(lambda one: one.cache_bytes)),
+    Series(
+        "mm_cache_tier_hits", "parts found in the encoder cache, by tier", True, _tiers(lambda one: one.hits), "tier"
+    ),
+    Series(
+        "mm_cache_tier_bytes", "embeddings in the encoder cache, in bytes, by tier; instances may have shm and disk in "
+        "common", False, _tiers(lambda one: one.bytes), "tier",
+    ),
+    Series("mm_patches_encoded", "patches encoded; of audio, frames", True, _encode(lambda one: one.patches)),
+    Series("mm_batches_encoded", "batches encoded", True, _encode(lambda one: one.batches)),
+    Series(
+        "mm_encode_seconds", "time for which batches were encoded, or waited for the compute thread", True,
+        _encode(lambda one: one.tower_seconds),
+    ),
     Series(
         "mm_fetched_bytes", "bytes of media files fetched from frontends", True, _encode(lambda one: one.fetched_bytes)
     ),

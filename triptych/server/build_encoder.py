@@ -52,10 +52,11 @@ def _make_store(encode: EncodeConfig, instance: InstanceProcess) -> EmbeddingSto
     """Return the encoder cache in its tiers. Raises StartError for a folder that can't be used."""
     tiers: list[EmbeddingStore] = [MemoryStore(encode.encode_cache_mb * 2**20)]
     disk = encode.encode_cache_disk
-    for folder, num_bytes in ((SHARED_FOLDER, encode.encode_cache_shm_mb * 2**20), (disk.path, disk.num_bytes)):
+    of_files = ("shm", SHARED_FOLDER, encode.encode_cache_shm_mb * 2**20), ("disk", disk.path, disk.num_bytes)
+    for name, folder, num_bytes in of_files:
         if num_bytes:
             try:
-                tiers.append(FileStore(Path(folder), num_bytes, instance.clock, instance.start_executor))
+                tiers.append(FileStore(Path(folder), num_bytes, instance.clock, instance.start_executor, name=name))
             except OSError as error:
                 raise StartError(f"the encoder cache can't use {folder}: {error}") from error
     return TieredStore(tiers) if len(tiers) > 1 else tiers[0]
