@@ -149,6 +149,13 @@ class UnknownModel(RequestError, code="model_not_found"):
     """
 
 
+class Forbidden(RequestError):
+    """The client may not use this endpoint.
+
+    Use an API key with the right that the message names. The operator gives it in ``--api-key-file``, after the key.
+    """
+
+
 class UnknownResponse(RequestError):
     """No response with this id is stored for the client's key.
 

@@ -6,6 +6,7 @@ from typing import Any
 from triptych.errors import (
     BodyTooSlow,
     DeadlineExceeded,
+    Forbidden,
     GrammarTooCostly,
     InstanceLost,
     MediaNotAllowed,
@@ -24,6 +25,7 @@ from triptych.errors import (
 )
 
 STATUSES: list[tuple[type[TriptychError], HTTPStatus]] = [
+    (Forbidden, HTTPStatus.FORBIDDEN),
     (UnknownModel, HTTPStatus.NOT_FOUND),
     (UnknownResponse, HTTPStatus.NOT_FOUND),
     (PayloadTooLarge, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),

@@ -5,7 +5,8 @@ import hmac
 import json
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -18,7 +19,8 @@ from triptych.api.ui_access import UiHeaders
 from triptych.api.ui_files import PAGE, ui_files
 from triptych.api.web_pages import is_for_another_page, names_this_machine
 from triptych.config import FrontendConfig, is_loopback
-from triptych.errors import ConfigError
+from triptych.config.security import RIGHTS
+from triptych.errors import ConfigError, Forbidden
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +34,13 @@ MAX_KEY = 512
 class ApiKeys:
     """Set of valid API keys. Keeps keyed digests only, so that no key can be read from memory."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        """Raises ConfigError, which doesn't quote the key, for a key that no header can carry."""
+    def __init__(self, keys: Iterable[str], rights: Mapping[str, Collection[str]] = MappingProxyType({})) -> None:
+        """``rights`` are those of keys that have any. Raises ConfigError, which doesn't quote the key, for a key that
+        no header can carry."""
         self._secret = secrets.token_bytes(32)
-        self._digests = [self._digest(_checked(key)) for key in keys]
+        given = {self._digest(_checked(key)): frozenset(rights.get(key, ())) for key in keys}
+        self._digests = list(given)
+        self._rights = {digest.hex(): one for digest, one in given.items()}
 
     def identify(self, key: str) -> str | None:
         """Return a name for a key, or None if it is not valid.
@@ -47,12 +52,17 @@ class ApiKeys:
             known |= hmac.compare_digest(one, digest)
         return digest.hex() if known else None
 
+    def rights_of(self, name: str) -> frozenset[str]:
+        """Return the rights of the key of that name."""
+        return self._rights[name]
+
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._secret, digest_size=32).digest()
 
 
 class RequireKey:
-    """ASGI middleware. Answers 401 without a valid key, and sets ``scope["state"]["api_key"]`` to the key's name."""
+    """ASGI middleware. Answers 401 without a valid key, and sets ``scope["state"]["api_key"]`` to the key's name,
+    and ``scope["state"]["rights"]`` to its rights."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
@@ -67,14 +77,15 @@ class RequireKey:
             message = "a valid API key is required: Authorization: Bearer KEY"
             await _refuse(send, scope["path"], 401, message, "invalid_api_key", (b"www-authenticate", b"Bearer"))
             return
-        scope.setdefault("state", {})["api_key"] = name
+        scope.setdefault("state", {}).update(api_key=name, rights=self._keys.rights_of(name))
         await self._app(scope, receive, send)
 
 
 class RefusePages:
     """ASGI middleware of a service without keys. Answers 403 to web pages of others.
 
-    At a loopback address, names in ``Host`` that aren't this machine's, nor allowed, are refused as well."""
+    At a loopback address, names in ``Host`` that aren't this machine's, nor allowed, are refused as well. There every
+    client has all rights, as the machine's own users; elsewhere none has any."""
 
     def __init__(self, app: ASGIApp, config: FrontendConfig) -> None:
         self._app = app
@@ -86,6 +97,7 @@ class RefusePages:
         if reason := self._reason(scope):
             await _refuse(send, scope["path"], 403, reason, "page_not_allowed")
             return
+        scope.setdefault("state", {})["rights"] = RIGHTS if self._checks_host else frozenset()
         await self._app(scope, receive, send)
 
     def _reason(self, scope: Scope) -> str | None:
@@ -102,11 +114,17 @@ class RefusePages:
         return None
 
 
+def check_right(scope: Scope, right: str) -> None:
+    """Raise Forbidden if the client of a request doesn't have a right."""
+    if right not in scope.get("state", {}).get("rights", ()):
+        raise Forbidden(f"this needs an API key with the right {right!r}, which --api-key-file gives it")
+
+
 def add_security(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
     """Wrap the app in the key check or, without keys, the check of web pages, in the CORS rules, and in the headers of
     ``/ui``. Raises ConfigError for malformed keys."""
-    if keys := config.auth.api_keys():
-        app = RequireKey(app, ApiKeys(keys))
+    if rights := config.auth.key_rights():
+        app = RequireKey(app, ApiKeys(rights, rights))
     else:
         if not is_loopback(config.http.host):
             log.warning(

@@ -8,6 +8,10 @@ from triptych.config.settings import Settings, setting
 from triptych.errors import ConfigError
 
 MAX_KEYS_BYTES = 2**20
+ENCODE_RIGHT = "encode"
+"""The right to get media's embeddings (``/v1/encode``)."""
+RIGHTS = frozenset({ENCODE_RIGHT})
+"""What not every client may do."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,8 @@ class AuthConfig(Settings):
     )
     api_key_file: str = setting(
         "",
-        "file with accepted API keys, one per line; only its owner may have access",
+        "file with accepted API keys, one per line; only its owner may have access. A line may give its key a right, "
+        "after a space: encode, which /v1/encode needs",
         path=True,
         common=True,
     )
@@ -30,7 +35,11 @@ class AuthConfig(Settings):
     def api_keys(self) -> list[str]:
         """Return all keys, including those of the file; without any, requests need no key. Raises ConfigError for a
         file that has no key or can't be used."""
-        keys = list(self.api_key)
+        return list(self.key_rights())
+
+    def key_rights(self) -> dict[str, frozenset[str]]:
+        """Return the rights of each key. Raises what ``api_keys`` raises, and ConfigError for an unknown right."""
+        rights = dict.fromkeys(self.api_key, frozenset[str]())
         if self.api_key_file:
             name = f"--api-key-file {self.api_key_file}"
             text = read_private(self.api_key_file, name, MAX_KEYS_BYTES)
@@ -39,8 +48,12 @@ class AuthConfig(Settings):
             found = [line.strip() for line in text.decode("utf-8", "replace").splitlines() if line.strip()]
             if not found:
                 raise ConfigError(f"{name} has no key")
-            keys += found
-        return keys
+            for line in found:
+                key, *given = line.split()
+                if not RIGHTS.issuperset(given):
+                    raise ConfigError(f"{name}: after a key, a line may have {', '.join(sorted(RIGHTS))} alone")
+                rights[key] = rights.get(key, frozenset()) | frozenset(given)
+        return rights
 
 
 @dataclass(frozen=True)
