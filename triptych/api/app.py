@@ -20,6 +20,7 @@ from triptych.api import (
     anthropic_messages,
     chat,
     completions,
+    encode,
     errors,
     objects,
     response_endpoints,
@@ -35,15 +36,24 @@ from triptych.api.errors import error_body, headers_of, status_of
 from triptych.api.fields import MAX_TIMEOUT
 from triptych.api.generation import RequestContext, check_model
 from triptych.api.json_response import JsonResponse
-from triptych.api.openapi import add_openapi, json_response, json_responses, request_body, stream_responses
+from triptych.api.openapi import (
+    add_openapi,
+    file_responses,
+    json_response,
+    json_responses,
+    request_body,
+    stream_responses,
+)
 from triptych.api.readiness import Readiness
 from triptych.api.request_keys import scope_of
 from triptych.api.request_records import Observer, RequestRecordMiddleware
 from triptych.api.responses_schemas import ResponsesRequest
 from triptych.api.schemas import ChatCompletionRequest
+from triptych.api.security import check_right
 from triptych.api.sse import EventStream, disconnected, error_event
 from triptych.api.ui_plan import prompt_plan
 from triptych.api.validation import parse_request
+from triptych.config.security import ENCODE_RIGHT
 from triptych.errors import InternalError, InvalidRequest, TriptychError
 from triptych.observe.requests import RequestRecord
 from triptych.observe.timeline import TIMELINE_HEADER
@@ -71,6 +81,7 @@ def create_app(api: ApiContext) -> FastAPI:
     _add_generation_endpoints(app, api)
     _add_anthropic_endpoints(app, api)
     _add_token_endpoints(app, api)
+    _add_encode_endpoint(app, api)
     _add_service_endpoints(app, api)
     if api.frontend.http.ui:
         ui.add_endpoints(app, api, _plan_handler(api))
@@ -203,6 +214,23 @@ def _add_token_endpoints(app: FastAPI, api: ApiContext) -> None:
             text, context = await _read_request(request, api)
             parsed = parse_request(DetokenizeRequest, text)
             return JsonResponse(await _cancel_on_disconnect(request, tokens.detokenize(api, parsed, context)))
+
+
+def _add_encode_endpoint(app: FastAPI, api: ApiContext) -> None:
+    @app.post(
+        "/v1/encode",
+        openapi_extra=request_body(encode.EncodeRequest),
+        responses=file_responses(objects.EmbeddingList, encode.MEDIA_TYPES["safetensors"]),
+    )
+    async def encode_media(request: Request) -> Response:
+        """The embeddings of a conversation's media. Needs a key with the right `encode`."""
+        check_right(request.scope, ENCODE_RIGHT)
+        text, context = await _read_request(request, api)
+        parsed = parse_request(encode.EncodeRequest, text)
+        encoded = await _cancel_on_disconnect(request, encode.encode(api, parsed, context))
+        media_type = encode.MEDIA_TYPES[parsed.encoding_format]
+        pieces = encode.body(encoded, parsed.encoding_format)
+        return EventStream(pieces, api.frontend.http.client_timeout, media_type=media_type)
 
 
 def _add_service_endpoints(app: FastAPI, api: ApiContext) -> None:

@@ -213,6 +213,46 @@ class Detokenized(TypedDict):
     prompt: str
 
 
+class MediaSize(TypedDict):
+    height: int
+    width: int
+
+
+class EmbeddingItem(TypedDict):
+    """One media item's embedding. ``rows`` is a NumPy file in base64; a safetensors answer has a tensor instead."""
+
+    object: Literal["embedding"]
+    index: int
+    type: Literal["image", "video", "audio"]
+    key: str
+    """Names the item's content, plan and model: equal ones have equal rows."""
+    tokens: int
+    """Rows, which are the prompt's tokens for the item."""
+    shape: list[int]
+    grid_thw: list[int]
+    """Patches in time, rows and columns."""
+    size: NotRequired[MediaSize]
+    """What it was resized to, in pixels; not for audio."""
+    seconds: NotRequired[float]
+    rows: NotRequired[str]
+
+
+class EmbeddingList(TypedDict):
+    """The embeddings of a conversation's media, in its order."""
+
+    object: Literal["list"]
+    model: str
+    model_type: str
+    """config.json's."""
+    dtype: str
+    width: int
+    """Values of a row: the embedding's and, after it, those of each deepstack level."""
+    weight_dtype: str
+    layout: str
+    """Digest of the model and of all of the above: only rows of one layout may be mixed."""
+    data: list[EmbeddingItem]
+
+
 class ModelCard(TypedDict):
     id: str
     object: Literal["model"]

@@ -31,6 +31,7 @@ ERRORS: Responses = {
     status: {"description": description, "content": _content(objects.Error)}
     for status, description in {
         400: "The request is invalid; `param` names the field",
+        403: "The client may not use this",
         404: "Unknown model",
         413: "The body, an image file or an image's dimensions exceed the limit",
         422: "Media could not be fetched, or the grammar is too costly",
@@ -65,6 +66,12 @@ def stream_responses(kind: Any, chunk: Any) -> Responses:
 
     OpenAPI 3.1 can't describe events, so the schema of their data is given as an extension."""
     content = _content(kind) | {"text/event-stream": {"x-event-schema": _event_schema(chunk)}}
+    return {200: {"content": content}, **ERRORS}
+
+
+def file_responses(kind: Any, media_type: str) -> Responses:
+    """Return the ``responses`` of an endpoint that answers with a file or with JSON, as the request says."""
+    content = _content(kind) | {media_type: {"schema": {"type": "string", "format": "binary"}}}
     return {200: {"content": content}, **ERRORS}
 
 

@@ -1,4 +1,4 @@
-"""Server-sent events: an ASGI response that closes its source when the client disconnects."""
+"""Server-sent events and other bodies in pieces: a response that closes its source when the client disconnects."""
 
 import asyncio
 import logging
@@ -47,12 +47,10 @@ LAST_EVENT = 0.2
 
 
 class EventStream(Response):
-    """Sends events one at a time, so that a slow client only slows down its own stream.
+    """Sends events, or pieces of another body, one at a time: a slow client only slows down its own stream.
 
     Ends the stream when a send blocks for ``send_timeout`` seconds: the client is then considered disconnected. A
     source that ends at once when ``ended`` is set may give it, so that a client that reads nothing can't hold it."""
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
@@ -61,10 +59,12 @@ class EventStream(Response):
         ended: asyncio.Event | None = None,
         *,
         encoding: str = "",
+        media_type: str = "text/event-stream",
     ) -> None:
         """``encoding`` is the events' content encoding; empty for none."""
         headers = {"Content-Encoding": encoding, "Vary": "Accept-Encoding"} if encoding else {}
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | headers)
+        own = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=own | headers, media_type=media_type)
         del self.headers["content-length"]
         self._events = events
         self._send_timeout = send_timeout

@@ -150,7 +150,8 @@ class PromptBuilder:
     ``context_length`` is the longest prompt in tokens: the model's own, or the given one if that is shorter.
     ``short_length`` is ``models.backbones.rope.short_length``. ``caps`` limit the media of a request. ``modalities``
     are those that both the model and its template support; ``audio_in_video`` is whether a video's audio track can be
-    used. ``reasoning_parser`` and ``tool_call_parser`` are vLLM's names for ``formats`` other than those found.
+    used. ``model_type`` is config.json's. ``reasoning_parser`` and ``tool_call_parser`` are vLLM's names for
+    ``formats`` other than those found.
 
     Raises CheckpointError for a folder that can't be served, and ConfigError for an unknown name.
     """
@@ -167,6 +168,7 @@ class PromptBuilder:
         self._folder = folder = Path(folder)
         config = load_config(folder)
         self._family = family_of(config)
+        self.model_type = str(config.get("model_type", ""))
         self.planner: Planner = resolve(self._family.planner)(
             config, load_preprocessor_config(folder), load_video_config(folder)
         )

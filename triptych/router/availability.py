@@ -40,13 +40,15 @@ class Availability:
         now, launched = self._clock.now(), self._membership.launched
         return "; ".join(launched.why_missing(stage, now) for stage in needed if stage not in served)
 
-    def unavailable(self, *, has_media: bool) -> TriptychError | None:
-        """Return why no instance can serve a request, now or soon; None if one can."""
+    def unavailable(self, *, has_media: bool, answers: bool = True) -> TriptychError | None:
+        """Return why no instance can serve a request, now or soon; None if one can. One whose items are only encoded
+        ``answers`` nothing."""
         if has_media and not self.takes_media:
             return MediaNotServed("this service has no encode instance: it takes text alone")
         now = self._clock.now()
-        for stage in Stage if has_media else (Stage.PREFILL, Stage.DECODE):
-            if not self._membership.serves(stage, now):
+        for stage in Stage:
+            needed = has_media if stage is Stage.ENCODE else answers
+            if needed and not self._membership.serves(stage, now):
                 return self.missing(stage)
         return None
 

@@ -183,7 +183,12 @@ class Instance:
     @property
     def media_row_bytes(self) -> int:
         """Bytes of one embedding row; 0 if it neither sends nor receives any."""
-        return next((layout.row_bytes for layout in self.layouts if layout.kind is RowKind.MEDIA), 0)
+        return self.media_layout.row_bytes if self.media_layout is not None else 0
+
+    @property
+    def media_layout(self) -> RowLayout | None:
+        """Layout of embedding rows; None if it neither sends nor receives any."""
+        return next((layout for layout in self.layouts if layout.kind is RowKind.MEDIA), None)
 
     @property
     def takes_work(self) -> bool:

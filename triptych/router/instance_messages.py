@@ -247,6 +247,7 @@ class InstanceMessages:
                 self._metrics.recovered("prefill")
         for other in self._membership:
             self._notify(other.address, PeerLost(instance.address, transfers, self._address, is_alive, suspect))
+        self._lifecycle.rows.producer_lost(instance.address, transfers, suspect=suspect)
         if kind != "changed":  # it is back at once, which is the event
             self._events.add(kind, f"{instance.name} {why}")
         for state in affected.values():

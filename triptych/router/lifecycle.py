@@ -10,6 +10,7 @@ from triptych.clock import Clock
 from triptych.config import AdmissionConfig
 from triptych.errors import Overloaded, TriptychError
 from triptych.messages.codec import Message, Send
+from triptych.messages.rows import RowLayout
 from triptych.messages.work import (
     Demand,
     Generate,
@@ -27,10 +28,12 @@ from triptych.router.membership import Membership
 from triptych.router.placement import POLICIES
 from triptych.router.pump import Pump
 from triptych.router.quarantine import Quarantine
-from triptych.router.request_state import RequestState
+from triptych.router.request_state import RequestState, RowAnswer
 from triptych.router.request_table import RequestTable
+from triptych.router.row_requests import RowRequests
 from triptych.router.stream import TokenReader, TokenStream
 from triptych.router.transitions import Transitions
+from triptych.topology import Stage
 from triptych.types import Address, RequestId
 
 
@@ -46,12 +49,14 @@ class RequestLifecycle:
         send: Send,
         notify: Callable[[Address, Message], None],
         membership: Membership,
+        rows: RowRequests,
         config: AdmissionConfig,
         metrics: Metrics,
         availability: Availability,
         clock: Clock,
     ) -> None:
         self.requests = RequestTable()
+        self.rows = rows
         self.quarantine = Quarantine()
         self.admission = Admission(config, self.requests)
         self.encodes = EncodeDispatcher(
@@ -68,6 +73,7 @@ class RequestLifecycle:
             requests=self.requests,
             admission=self.admission,
             encodes=self.encodes,
+            rows=rows,
             quarantine=self.quarantine,
             membership=membership,
             availability=availability,
@@ -89,6 +95,7 @@ class RequestLifecycle:
         )
         self.draining = False
         self._address = address
+        self._membership = membership
         self._availability = availability
         self._config = config
         self._metrics = metrics
@@ -119,9 +126,90 @@ class RequestLifecycle:
         expected = self._check(
             bool(prompt.items), client=client, cost=cost, items_cost=items_cost, priority=priority, timeout=timeout
         )
-        request = RequestId(secrets.token_hex(8))
+        choice = record.begin_choice(len(prompt.tokens), [item.number for item in prompt.items])
+        state = self._state(
+            TokenStream(RequestId(secrets.token_hex(8)), choice, read),
+            record,
+            prompt,
+            sampling=sampling,
+            eos_token_ids=eos_token_ids,
+            cache_salt=cache_salt,
+            timeout=timeout,
+            priority=priority,
+            cost=cost,
+            items_cost=items_cost,
+            expected=expected,
+        )
+        self._metrics.admitted(choice)
+        self.requests.add(state)
+        self.admission.add(state)
+        self.pump.run()
+        return state.stream
+
+    def collect(
+        self,
+        record: RequestRecord,
+        prompt: PlannedPrompt,
+        layout: RowLayout,
+        cache_salt: str = "",
+        *,
+        timeout: float = math.inf,
+        priority: int = 0,
+    ) -> tuple[TokenStream, RowAnswer]:
+        """Admit a request whose items are only encoded. Return a stream, which ends without a token once it is
+        answered, and the answer, which is complete then.
+
+        ``layout`` is ``row_layout``'s. The rest is as in ``submit``. Raises as ``preparing`` and ``RowRequests.open``
+        do."""
+        timeout = min(timeout, self._config.request_timeout - record.seconds_spent)
+        items_cost = sum(item.plan.cost for item in prompt.items)
+        self._check(
+            True, client=record.client, items_cost=items_cost, priority=priority, timeout=timeout, answers=False
+        )
+        self.rows.open(layout)
+        choice = record.begin_choice(len(prompt.tokens), [item.number for item in prompt.items])
+        choice.counted = False  # metrics of generations are about answers of tokens
+        state = self._state(
+            TokenStream(RequestId(secrets.token_hex(8)), choice),
+            record,
+            prompt,
+            sampling=SamplingParams(max_tokens=1),
+            eos_token_ids=[],
+            cache_salt=cache_salt,
+            timeout=timeout,
+            priority=priority,
+            items_cost=items_cost,
+        )
+        state.rows = answer = RowAnswer(self._address, layout)
+        self.requests.add(state)
+        self.transitions.collect(state)
+        self.pump.run()
+        return state.stream, answer
+
+    def row_layout(self) -> RowLayout:
+        """Return the layout of the rows that encode instances make. Raises Unavailable while none has joined."""
+        for instance in self._membership.encode_instances(begun=True):
+            if (layout := instance.media_layout) is not None:
+                return layout
+        raise self._availability.missing(Stage.ENCODE)
+
+    def _state(
+        self,
+        stream: TokenStream,
+        record: RequestRecord,
+        prompt: PlannedPrompt,
+        *,
+        sampling: SamplingParams,
+        eos_token_ids: list[int],
+        cache_salt: str,
+        timeout: float,
+        priority: int,
+        cost: float = 0.0,
+        items_cost: float,
+        expected: float = 0.0,
+    ) -> RequestState:
         generate = Generate(
-            request=request,
+            request=stream.request,
             tokens=prompt.tokens,
             positions=prompt.positions.prompt.astype("<f8").tobytes(),
             next_position=prompt.positions.next_position,
@@ -132,15 +220,12 @@ class RequestLifecycle:
             cache_salt=cache_salt,
             lora=prompt.lora,
         )
-        choice = record.begin_choice(len(prompt.tokens), [item.number for item in prompt.items])
-        stream = TokenStream(request, choice, read)
-        self._metrics.admitted(stream.record)
         now = self._clock.now()
-        state = RequestState(
-            id=request,
+        return RequestState(
+            id=stream.request,
             prompt=prompt,
             generate=generate,
-            client=client,
+            client=record.client,
             priority=priority,
             stream=stream,
             submitted=now,
@@ -151,22 +236,25 @@ class RequestLifecycle:
             http_id=record.id,
             entered=now,
         )
-        self.requests.add(state)
-        self.admission.add(state)
-        self.pump.run()
-        return stream
 
     @contextmanager
     def preparing(
-        self, record: RequestRecord, *, has_media: bool, priority: int = 0, timeout: float | None = None
+        self,
+        record: RequestRecord,
+        *,
+        has_media: bool,
+        priority: int = 0,
+        timeout: float | None = None,
+        answers: bool = True,
     ) -> Iterator[None]:
         """Hold an admission slot while the prompt is prepared, so that a request that can't be served never pays for
         fetching or planning. ``submit`` checks again, since conditions may have changed.
 
         ``timeout`` is in seconds, None for the service's own limit. Raises Overloaded if the service is full or the
         answer is not expected in time, and RateLimited if the client is at its limit. Raises Unavailable if no instance
-        can serve the request now or soon, and MediaNotServed if the topology has no encode instance."""
-        self._check(has_media, client=record.client, priority=priority, timeout=timeout)
+        can serve the request now or soon, and MediaNotServed if the topology has no encode instance. A request whose
+        items are only encoded ``answers`` nothing, and needs no language instance."""
+        self._check(has_media, client=record.client, priority=priority, timeout=timeout, answers=answers)
         with self.admission.preparing(record.client):
             yield
 
@@ -182,16 +270,17 @@ class RequestLifecycle:
         with self.admission.preparing(record.client):
             yield
 
-    def _check(self, has_media: bool, *, client: str, **known: Any) -> float:
+    def _check(self, has_media: bool, *, client: str, answers: bool = True, **known: Any) -> float:
         """``Admission.check``, which also counts rejections."""
         try:
             if self.draining:
                 raise Overloaded("the service is shutting down", retry_after=5)
             now = self._clock.now()
-            if unavailable := self._availability.unavailable(has_media=has_media):
+            if unavailable := self._availability.unavailable(has_media=has_media, answers=answers):
                 raise unavailable
             backlog = self.encodes.cost_ahead(known.get("items_cost", 0.0)) if has_media else 0.0
-            return self.admission.check(client, has_media=has_media, now=now, encode_backlog=backlog, **known)
+            known |= {"answers": answers, "encode_backlog": backlog}
+            return self.admission.check(client, has_media=has_media, now=now, **known)
         except TriptychError as error:
             self._metrics.rejected(error)
             raise

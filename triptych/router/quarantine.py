@@ -27,7 +27,8 @@ class Quarantine:
 
     def is_on_trial(self, state: RequestState) -> bool:
         """Return whether a suspect is being tried."""
-        return state.id in self._suspects and state.decode is not None and not state.has_answered
+        is_there = state.decode is not None or state.rows is not None
+        return state.id in self._suspects and is_there and not state.has_answered
 
     def allows(self, state: RequestState, instance: Instance) -> bool:
         """Return whether an instance may be given work of a request.

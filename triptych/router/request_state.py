@@ -4,11 +4,13 @@ import enum
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from triptych.messages.rows import RowLayout
 from triptych.messages.work import Generate, PrefillNeeded
 from triptych.prompt.prompt import PlannedPrompt
 from triptych.router.caches import prefix_hashes
 from triptych.router.instance import Assignment, Instance, WorkKind
 from triptych.router.stream import TokenStream
+from triptych.transfer.memory import Bytes
 from triptych.types import Address, RequestId, TransferId
 
 MAX_FAILURES = 3
@@ -41,6 +43,17 @@ class RemotePrefill(Assignment):
 
     transfer: TransferId
     """Carries the KV to the decode instance."""
+
+
+@dataclass(eq=False)
+class RowAnswer:
+    """The answer to a request whose items are only encoded."""
+
+    consumer: Address
+    """Who asks for the rows: the frontend itself."""
+    layout: RowLayout
+    rows: dict[int, Bytes] = field(default_factory=dict)
+    """By the item's index in the prompt, uint8 of shape (rows, row_bytes); complete once the stream ends."""
 
 
 @dataclass(eq=False)
@@ -93,6 +106,8 @@ class RequestState:
     """Whether tokens have arrived since it was last dispatched."""
     generated: list[int] = field(default_factory=list)
     """The tokens received so far."""
+    rows: RowAnswer | None = None
+    """Where its rows are collected, if these are its answer; None if a language instance answers it."""
 
     @property
     def needs_preparation(self) -> bool:
@@ -134,7 +149,10 @@ class RequestState:
         return any(one is not None and one.instance is instance for one in (self.decode, self.prefill))
 
     def prefills(self, instance: Address, transfer: TransferId) -> bool:
-        """Return whether an instance prefills the request: for that transfer or, if it is empty, for itself."""
+        """Return whether an instance prefills the request: for that transfer or, if it is empty, for itself. So does
+        the consumer of rows that are the answer."""
+        if self.rows is not None:
+            return self.rows.consumer == instance and not transfer
         if self.prefill is not None:
             return (self.prefill.instance.address, self.prefill.transfer) == (instance, transfer)
         return self.decode is not None and self.decode.instance.address == instance and not transfer

@@ -175,8 +175,10 @@ class RequestTable:
 
     @property
     def prompt_tokens_ahead(self) -> int:
-        """Tokens of the prompts that no token has answered. Takes time in proportion to the number of requests."""
-        return sum(len(one.prompt.tokens) for one in self._requests.values() if one.phase in BEFORE_ANSWER)
+        """Tokens of the prompts that a token will answer, and none has. Takes time in proportion to the number of
+        requests."""
+        waiting = (one for one in self._requests.values() if one.phase in BEFORE_ANSWER and one.rows is None)
+        return sum(len(one.prompt.tokens) for one in waiting)
 
     def num_in(self, phase: RequestPhase) -> int:
         return self._num_in_phase[phase]

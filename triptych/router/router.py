@@ -7,6 +7,7 @@ from typing import Any
 from triptych.clock import Clock
 from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.errors import DeadlineExceeded, TriptychError
+from triptych.job_faults import Culprit
 from triptych.messages.codec import Message, Send
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.work import (
@@ -33,7 +34,9 @@ from triptych.router.membership import Membership
 from triptych.router.operators import OperatorMessages
 from triptych.router.request_state import RequestState
 from triptych.router.role_changes import RoleChanges
+from triptych.router.row_requests import RowRequests
 from triptych.router.stage_metrics import StageCollector
+from triptych.transfer.collector import OpenCollector
 from triptych.types import Address, RowRange, divided
 
 log = logging.getLogger(__name__)
@@ -52,11 +55,13 @@ class Router:
         admission: AdmissionConfig,
         lease: LeaseConfig,
         expects_encoders: bool = True,
+        open_collector: OpenCollector | None = None,
         clock: Clock,
     ) -> None:
         """``address`` is this frontend's own, where instances answer. ``disconnect`` closes the connection to an
         address. ``identity`` is that of the served model. ``expects_encoders`` is False for a topology without encode
-        instances, which serves text only."""
+        instances, which serves text only. ``open_collector`` is called once rows are an answer; None if
+        they never are."""
         self.membership = Membership(lease.lease_expiry, admission.restart_hold)
         self.metrics = Metrics()
         self.events = EventLog(clock)
@@ -74,11 +79,15 @@ class Router:
         """When an instance last produced a token, by the router's clock."""
         self.last_encoded = float("-inf")
         """When an instance last encoded an item, by the router's clock."""
+        self._rows = RowRequests(
+            address=address, open_collector=open_collector, ask=self._on_encode_needed, clock=clock
+        )
         self.lifecycle = RequestLifecycle(
             address=address,
             send=send,
             notify=self._notify,
             membership=self.membership,
+            rows=self._rows,
             config=admission,
             metrics=self.metrics,
             availability=self.availability,
@@ -132,6 +141,7 @@ class Router:
             EncodeFailed: self._on_encode_failed,
             Tokens: self._on_tokens,
             Failed: self._on_failed,
+            **dict.fromkeys(self._rows.handled, self._rows.handle),
         }
         return of_requests | instances.handlers() | operators.handlers(), instances
 
@@ -153,6 +163,10 @@ class Router:
             if self._requests.get(state.id):
                 self._transitions.fail(state, error)
         self._settle()
+
+    def close(self) -> None:
+        """Release the memory that rows arrive in. No message may follow."""
+        self._rows.close()
 
     @property
     def control(self) -> str:
@@ -186,6 +200,13 @@ class Router:
 
     def _settle(self, *, time_passed: bool = False) -> None:
         """Have everything that waits go on as far as it can, and say what has become of lost instances' requests."""
+        for state, failure in self._rows.advance():
+            if failure is None:
+                self._transitions.end(state, "stop")
+                state.stream.put(Tokens(state.id, [], 0, [], "stop"))
+            else:
+                error, culprit = failure.error.error(failure.reason), failure.culprit or Culprit.REQUEST
+                self._transitions.failed(state, error, culprit, "this frontend")
         self.lifecycle.pump.run(time_passed=time_passed)
         self._instances.report()
 
@@ -308,6 +329,7 @@ class Router:
         now = self.clock.now()
         self._instances.tick(now)
         self.lifecycle.admission.forecast.tick(now)
+        self._rows.tick()
         self.lifecycle.expire(DeadlineExceeded("the request was not answered before its deadline"))
         self._settle(time_passed=True)
         self.load.tick(now)

@@ -23,6 +23,7 @@ from triptych.router.membership import Membership
 from triptych.router.quarantine import MAX_LOSSES, Quarantine
 from triptych.router.request_state import MAX_FAILURES, RemotePrefill, RequestPhase, RequestState
 from triptych.router.request_table import RequestTable
+from triptych.router.row_requests import RowRequests
 from triptych.topology import Stage
 from triptych.types import Address, RequestId
 
@@ -44,6 +45,7 @@ class Transitions:
         requests: RequestTable,
         admission: Admission,
         encodes: EncodeDispatcher,
+        rows: RowRequests,
         quarantine: Quarantine,
         membership: Membership,
         availability: Availability,
@@ -55,6 +57,7 @@ class Transitions:
         self._requests = requests
         self._admission = admission
         self._encodes = encodes
+        self._rows = rows
         self._quarantine = quarantine
         self._membership = membership
         self._availability = availability
@@ -96,9 +99,14 @@ class Transitions:
         self._requests.assign(state, instance)
         self.update_phase(state)
 
+    def collect(self, state: RequestState) -> None:
+        """Ask for all rows of a request that they answer."""
+        state.generate = msgspec.structs.replace(state.generate, items=self._encodes.divide(state))
+        self._rows.begin(state)
+
     def update_phase(self, state: RequestState) -> None:
         """Set a dispatched request's phase; call whenever its items or tokens have changed."""
-        if self._encodes.is_pending(state.id):
+        if state.rows is not None or self._encodes.is_pending(state.id):
             phase = RequestPhase.ENCODING
         elif state.stream.record.first_token:
             phase = RequestPhase.DECODING
@@ -147,9 +155,13 @@ class Transitions:
 
     def requeue(self, state: RequestState) -> None:
         """Continue a dispatched request on another language instance from the tokens received so far, once one has
-        room. Sampling is deterministic, so the same tokens follow."""
-        assert state.decode is not None
+        room. Sampling is deterministic, so the same tokens follow. One that rows answer asks for all of them again."""
         self.num_freed += 1
+        if state.rows is not None:
+            self._encodes.release(state)
+            self.collect(state)
+            return
+        assert state.decode is not None
         self._notify(state.decode.instance.address, Cancel(state.generate.request))
         self.cancel_prefill(state)
         self._requests.unassign(state)
@@ -158,13 +170,18 @@ class Transitions:
         self._admission.add(state)
 
     def failed_at(self, instance: Instance, state: RequestState, error: TriptychError, culprit: Culprit) -> None:
-        """Handle an instance's failure to do its part of a request: the request ends with the error if it is at fault,
-        or has failed too often; else it continues elsewhere, or there again."""
+        """Handle an instance's failure to do its part of a request, as ``failed``."""
         if not culprit.ends_request:
             self._membership.avoid(instance, self._clock.now())
+        self.failed(state, error, culprit, instance.name)
+
+    def failed(self, state: RequestState, error: TriptychError, culprit: Culprit, where: str) -> None:
+        """Handle a failure: the request ends with the error if it is at fault, or has failed too often; else it
+        continues elsewhere, or there again."""
+        if not culprit.ends_request:
             state.failures += 1
             if state.failures < MAX_FAILURES:
-                log.warning("request %s failed at %s (culprit: %s): %s", state.id, instance.name, culprit, error)
+                log.warning("request %s failed at %s (culprit: %s): %s", state.id, where, culprit, error)
                 self.requeue(state)
                 return
         self.fail(state, error)
@@ -210,6 +227,7 @@ class Transitions:
             self._admission.ended(state, record.num_tokens, now, whole=whole)
         self.cancel_prefill(state)
         self._encodes.release(state)
+        self._rows.release(state)
         self._requests.remove(state)
         self._quarantine.ended(state)
         self._admission.phase_changed(now)

@@ -6,6 +6,7 @@ import logging
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from triptych.clock import Clock, SystemClock
 from triptych.config import FrontendConfig, MediaConfig, ObserveConfig, ServeConfig
 from triptych.errors import BadAddress, InstanceLost, StartError, TriptychError
 from triptych.messages.channel import Channel, endpoint_of
+from triptych.messages.rows import RowLayout
 from triptych.messages.work import Deregister, FrontendEnding, HandingOver
 from triptych.models.registry import family_of
 from triptych.observe.pipeline import ALONE, FrontendNames
@@ -36,6 +38,8 @@ from triptych.prompt.web import WebFetcher, WebLimits
 from triptych.router.router import Router
 from triptych.server.http_server import HttpServer
 from triptych.server.http_socket import listen, url_of
+from triptych.transfer.collector import RowCollector
+from triptych.transfer.fabrics.opening import open_fabrics
 from triptych.types import Address
 
 if TYPE_CHECKING:
@@ -92,7 +96,6 @@ class Frontend:
         self._takes_over = [endpoint_of(one) for one in takes_over]
         self._taken: list[Address] = []
         self._config = config
-        takes_media = family_of(load_config(config.model)).takes_media
         builder = _prompt_builder(config)
         config.frontend.tls.check_files()
         self._media = _media_source(config.frontend)
@@ -108,7 +111,8 @@ class Frontend:
             identity=builder.identity,
             admission=config.frontend.admission,
             lease=config.lease,
-            expects_encoders=expects_encoders and takes_media,
+            expects_encoders=expects_encoders and family_of(load_config(config.model)).takes_media,
+            open_collector=partial(_open_collector, config, self.channel, clock),
             clock=clock,
         )
         self._log, self._traces = _open_log(config.observe), _open_traces(config.observe.otlp_traces_endpoint)
@@ -180,6 +184,7 @@ class Frontend:
             await asyncio.to_thread(self._responses.close)
         for listener in self._sockets:
             listener.close()
+        self.router.close()
         self.channel.close()
         if self._traces:
             await asyncio.to_thread(self._traces.close)
@@ -310,6 +315,19 @@ def _open_channel(config: ServeConfig, clock: Clock, secret: bytes | None, liste
     except BadAddress as error:
         listener.close()
         raise StartError(str(error)) from None
+
+
+def _open_collector(config: ServeConfig, channel: Channel, clock: Clock, layout: RowLayout) -> RowCollector:
+    """Return this frontend's consumer of rows, as ``OpenCollector``."""
+    transfer = config.transfer
+    return RowCollector(
+        layout,
+        channel.address,
+        channel.send,
+        fabrics=open_fabrics(transfer, config.cluster.cluster_host, clock),
+        check_always=transfer.checksum == "always",
+        clock=clock,
+    )
 
 
 def _prompt_builder(config: ServeConfig) -> PromptBuilder:
