@@ -192,3 +192,11 @@ def test_what_is_kept_in_4_bits(found: dict[str, Any], kept: str | None, words: 
 def test_other_awq_and_gptq_is_refused(found: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError, match=f"quantization_config: {words}"):
         read_formats(found, ["a.qweight"])
+
+
+def test_what_can_be_done_is_said() -> None:
+    for found in ({"quant_method": "hqq"}, AWQ | {"version": "gemv"}, section(num_bits=3)):
+        with pytest.raises(
+            CheckpointError, match=r"is not served; served: .*; serve the model's files that aren't quant"
+        ):
+            read_formats(found, ["a.qweight"])

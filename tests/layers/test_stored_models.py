@@ -1,6 +1,7 @@
 """Quantized checkpoints in each format, in decoders, experts and towers: they are what their dequantized weights are,
 in transformers, too."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from triptych.errors import CheckpointError
 from triptych.layers import native
 from triptych.layers.linear import WEIGHT_FORMATS, ConcatenatedLinear, PackedLinear, PlainFormat
 from triptych.layers.products import WeightKind
+from triptych.layers.stored.reader import StoredReader
 
 CPU = torch.device("cpu")
 FP32 = PlainFormat(torch.float32)
@@ -290,3 +292,30 @@ def test_a_quantized_head_is_dequantized(tmp_path: Path) -> None:
         del kept["lm_head.weight"]
         save_file(kept | added, folder / "model.safetensors")
     assert_same_weights(*(load_adapter(one).load_decoder(Checkpoint(one), FP32, CPU) for one in (stored, dense)))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_moe", "llama"])
+def test_scales_of_quantized_caches_are_left_out(tmp_path: Path, family: str) -> None:
+    """As compressed-tensors names them, and as ModelOpt does."""
+    one = FORMATS["fp8, tensors"]
+    source = make_tiny(tmp_path / "source", BACKBONES.get(family, family))
+    section = one.section | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    stored, dense = quantized_pair(source, tmp_path, section, one.encode)
+    weights = load_file(stored / "model.safetensors")
+    layers = {key.partition(".self_attn.")[0] for key in weights if ".self_attn.q_proj." in key and "visual" not in key}
+    for layer in layers:
+        for name in ("k_scale", "v_scale", "k_zero_point", "q_scale", "k_proj.k_scale", "v_proj.v_scale"):
+            weights[f"{layer}.self_attn.{name}"] = torch.tensor(0.5)
+        weights[f"{layer}.self_attn.v_proj.output_scale"] = torch.tensor(0.5)
+    save_file(weights, stored / "model.safetensors")
+    assert_same_weights(*(load_adapter(dense).load_decoder(Checkpoint(one), FP32, CPU) for one in (stored, dense)))
+
+
+def test_words_of_gptq_may_be_filled_up(tmp_path: Path) -> None:
+    """Of 70 inputs and 30 outputs, which don't fill them."""
+    weight = torch.randn(30, 70)
+    whole, value = gptq(4, 32, version=1, symmetric=False)("layer", weight) or ({}, weight)
+    save_file({f"layer.{kind}": one.contiguous() for kind, one in whole.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": GPTQ}))
+    stored = StoredReader(Checkpoint(tmp_path), str, FP32, CPU).stored("layer", 30, 70)
+    assert (stored.dequantized() - value).abs().max() < 1e-6

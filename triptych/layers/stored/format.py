@@ -22,6 +22,8 @@ KERNEL_GROUPS = (32, 64, 128)
 """Numbers of inputs that share a scale in the kernels for 4 bits."""
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes of the scales of integers, named as in PyTorch."""
+MOST_SHOWN = 200
+"""Characters of a setting in messages."""
 ACTIVATION_TENSORS = (
     *("input_scale", "input_zero_point", "input_global_scale", "activation_scale"),
     *("input_scale_ub", "output_scale", "output_zero_point"),
@@ -88,7 +90,8 @@ def shown(value: object) -> str:
     """Return a setting as one short line, for messages."""
     short = Repr()
     short.maxlevel, short.maxdict, short.maxlist, short.maxstring, short.maxother = 3, 8, 8, 80, 80
-    return short.repr(value)
+    text = short.repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
 def group_size(section: Section) -> int | None:

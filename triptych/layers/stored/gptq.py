@@ -74,7 +74,7 @@ class Gptq:
         """See ``StoredFormat``."""
         outputs, inputs = shape
         groups = -(-inputs // inputs_per_group(self.group, inputs))
-        expected = (inputs * self.bits // 32, outputs), (groups, outputs)
+        expected = (-(-inputs * self.bits // 32), outputs), (groups, outputs)
         return (tensors.shape(WORDS), tensors.shape(SCALES)) == expected
 
     def load(self, tensors: LayerTensors, shape: tuple[int, int]) -> "StoredLinear":
@@ -82,14 +82,12 @@ class Gptq:
         from triptych.layers.stored.integers import IntegerWeight, group_order, of_bits
 
         (outputs, inputs), per_word = shape, 32 // self.bits
-        if inputs % per_word or outputs % per_word:
-            raise tensors.wrong(f"{outputs} outputs of {inputs} inputs don't fill words of {per_word}")
         group = inputs_per_group(self.group, inputs)
         groups = -(-inputs // group)
-        words = tensors.read(WORDS, (inputs // per_word, outputs), ("int32",))
-        stored_zeros = tensors.read(ZEROS, (groups, outputs // per_word), ("int32",))
+        words = tensors.read(WORDS, (-(-inputs // per_word), outputs), ("int32",))
+        stored_zeros = tensors.read(ZEROS, (groups, -(-outputs // per_word)), ("int32",))
         scales = tensors.read(SCALES, (groups, outputs), SCALE_DTYPES)
-        zeros = of_bits(stored_zeros, self.bits).T.short() + (1 if self.version == 1 else 0)
+        zeros = of_bits(stored_zeros, self.bits)[:, :outputs].T.short() + (1 if self.version == 1 else 0)
         order = group_order(tensors, ORDER, inputs, group) if tensors.has(ORDER) else None
         weight = IntegerWeight(words.T.contiguous(), self.bits, scales.T, zeros, inputs, group, order)
         return weight.stored(tensors, SCALES)

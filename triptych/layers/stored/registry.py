@@ -27,6 +27,11 @@ METHODS: Mapping[str, Callable[[Section], Sequence[StoredFormat]]] = {
     "bitsandbytes": bitsandbytes.formats_of,
 }
 """By ``quant_method``, what returns the formats that a config's section describes, or raises CheckpointError."""
+REMEDY = (
+    "serve the model's files that aren't quantized (with --quantization int8 or int4, if memory is short), or a copy "
+    "in another format"
+)
+"""What can be done about a format that isn't served."""
 MARKED: Sequence[type[StoredFormat]] = (PackQuantized, Fp8, IntQuantized, Awq, ModelOptNvfp4, Bits4, Bits8)
 """Formats whose markers show that a checkpoint's weights are quantized, whatever its config says."""
 
@@ -68,8 +73,11 @@ def described_formats(section: object) -> StoredFormats | None:
         return None
     if not isinstance(section, Mapping):
         raise CheckpointError(f"config.json: {QUANTIZATION} must be an object, not {shown(section)}")
-    method = require(section, "quant_method", list(METHODS))
-    return StoredFormats(method, METHODS[method](section))
+    try:
+        method = require(section, "quant_method", list(METHODS))
+        return StoredFormats(method, METHODS[method](section))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {REMEDY}") from None
 
 
 def read_formats(section: object, tensors: Iterable[str]) -> StoredFormats | None:

@@ -27,7 +27,9 @@ MAX_LAYERS = 1000
 MAX_HEAD_VALUES = 2**20
 """Values of all query heads together; bounded for the same reason."""
 
-COMMON_NAMES = TensorNames(ignored=("rotary_emb.inv_freq", ".q_scale", ".k_scale", ".v_scale", ".kv_scale"))
+QUANTIZED_CACHE = (".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".q_zero_point", ".k_zero_point", ".v_zero_point")
+"""Ends of the names of tensors for quantized KV caches, which compressed-tensors, ModelOpt and vLLM write."""
+COMMON_NAMES = TensorNames(ignored=("rotary_emb.inv_freq", *QUANTIZED_CACHE))
 """Files of older versions of transformers hold the rotary frequencies, which follow from the config. Scales of a KV
 cache in FP8 (``self_attn.k_proj.k_scale``, ``self_attn.kv_scale``) are of no use to caches in other formats."""
 
