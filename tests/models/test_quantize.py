@@ -21,11 +21,13 @@ from tests.support.tiny import make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig
 from triptych.errors import CheckpointError, ConfigError
+from triptych.layers import int4
 from triptych.layers.decoder import Decoder
 from triptych.layers.devices import weight_format
+from triptych.layers.grouped_weight import quantize_groups
 from triptych.layers.linear import PackedLinear, PlainFormat
 from triptych.layers.parallel import SINGLE_RANK, Group, SingleRank
-from triptych.layers.products import CompiledProduct, WeightKind
+from triptych.layers.products import CompiledProduct, WeightKind, Zeros
 from triptych.layers.stored.pack_quantized import GroupQuantization
 from triptych.layers.stored.reader import StoredReader
 from triptych.layers.stored.registry import read_formats
@@ -98,7 +100,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(lambda path: make_tiny(path, BACKBONES["qwen2_moe"], config=WHOLE), id="experts"),
     ],
 )
-def test_the_copy_is_what_quantizing_at_load_makes(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+def test_the_copy_is_what_quantizing_at_load_in_such_groups_makes(
+    tmp_path: Path, make: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(int4, "quantize_with_offsets", quantize_groups)
     source = make(tmp_path / "source")
     target = quantized(source)
     expected, found = packed_weights(load(source, "int4")), packed_weights(load(target))
@@ -121,7 +126,7 @@ def test_asymmetric_weights_are_loaded(tmp_path: Path, quantization: GroupQuanti
     source = make_checkpoint(tmp_path / "source", sizes=WIDE)
     target = quantized(source, quantization)
     down = layers_of(load(target))[1].mlp.down
-    assert (down.product.operands.group, down.product.operands.has_zeros) == (quantization.group, True)
+    assert (down.product.operands.group, down.product.operands.zeros) == (quantization.group, Zeros.OWN)
     weight = load_file(source / "model.safetensors")[f"{LAYER}.mlp.down_proj.weight"]
     activations = torch.randn(3, 128)
     expected = activations @ weight.T

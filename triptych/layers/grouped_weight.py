@@ -26,11 +26,15 @@ STEPS_PER_EXTREME = (7.5, 8, 8.5, 9, 9.5)
 """Candidates for a group's scale: the value of largest magnitude is that many steps from zero, or clipped to 8."""
 SHRINKAGE = (1, 0.95, 0.9, 0.85, 0.8)
 """Candidates for the scale of a group with a zero point, relative to the one that clips nothing."""
+STEPS_PER_RANGE = (15, 14.2, 14.6, 15.4, 15.8)
+"""Candidates for the first levels of a group with an offset: as many steps are between its extremes, or clipped to
+15."""
 
 
 @dataclass(frozen=True)
 class GroupedWeight:
-    """A 4-bit weight W [out, in]: W[o, i] = (q[o, i] - zeros[o, g]) * scales[o, g], where g is i // group.
+    """A 4-bit weight W [out, in]: W[o, i] = (q[o, i] - zeros[o, g]) * scales[o, g] or, with offsets,
+    q[o, i] * scales[o, g] + offsets[o, g], where g is i // group.
 
     AWQ, GPTQ and compressed-tensors have such weights, too, and differ in the order of the numbers.
     """
@@ -40,10 +44,12 @@ class GroupedWeight:
     scales: Tensor
     """float16 [out, ceil(in / group)], of any sign."""
     zeros: Tensor | None
-    """uint8 [out, ceil(in / group)], 0 to 15; None if all are 8."""
+    """uint8 [out, ceil(in / group)], 0 to 15; None if all are 8, or there are offsets."""
     inputs: int
     group: int
     """Inputs per group: 32, 64 or 128."""
+    offsets: Tensor | None = None
+    """float16 [out, ceil(in / group)]."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -53,7 +59,8 @@ class GroupedWeight:
     def rows(self, part: slice | Tensor) -> "GroupedWeight":
         """Return a range of the outputs, or those with the given indices."""
         zeros = None if self.zeros is None else self.zeros[part]
-        return GroupedWeight(self.words[part], self.scales[part], zeros, self.inputs, self.group)
+        offsets = None if self.offsets is None else self.offsets[part]
+        return GroupedWeight(self.words[part], self.scales[part], zeros, self.inputs, self.group, offsets)
 
     def columns(self, part: slice) -> "GroupedWeight":
         """Return the inputs from ``part.start`` to ``part.stop``, in smaller groups if they aren't whole ones. Raises
@@ -70,7 +77,8 @@ class GroupedWeight:
         words = self.words[:, part.start // PER_WORD : -(-part.stop // PER_WORD)]
         groups = slice(part.start // self.group, -(-part.stop // self.group))
         zeros = None if self.zeros is None else self.zeros[:, groups]
-        return GroupedWeight(words, self.scales[:, groups], zeros, part.stop - part.start, self.group)
+        offsets = None if self.offsets is None else self.offsets[:, groups]
+        return GroupedWeight(words, self.scales[:, groups], zeros, part.stop - part.start, self.group, offsets)
 
     def _in_groups_of(self, size: int) -> "GroupedWeight":
         """Return the same weight in groups of ``size``, which divides the present one."""
@@ -90,8 +98,12 @@ class GroupedWeight:
         out, groups = self.scales.shape
         padded = F.pad(self.words, (0, groups * self.group // PER_WORD - self.words.shape[1]))
         whole = unpacked(padded).view(out, groups, self.group).float()
-        whole -= MIDDLE if self.zeros is None else self.zeros.float().unsqueeze(2)
-        return (whole * self.scales.float().unsqueeze(2)).flatten(1)[:, : self.inputs]
+        scales = self.scales.float().unsqueeze(2)
+        if self.offsets is not None:
+            whole = whole * scales + self.offsets.float().unsqueeze(2)
+        else:
+            whole = (whole - (MIDDLE if self.zeros is None else self.zeros.float().unsqueeze(2))) * scales
+        return whole.flatten(1)[:, : self.inputs]
 
 
 def by_rows(shape: tuple[int, int], device: torch.device, decode: Callable[[slice], Tensor]) -> Tensor:
@@ -118,7 +130,8 @@ def unpacked(words: Tensor) -> Tensor:
 
 
 def concatenate_grouped(weights: Sequence[GroupedWeight]) -> GroupedWeight:
-    """Concatenate the outputs of weights with the same inputs and groups. If some have zero points, all get them."""
+    """Concatenate the outputs of weights with the same inputs and groups, all or none of them with offsets. If some
+    have zero points, all get them."""
     first = weights[0]
     if len(weights) == 1:
         return first
@@ -127,7 +140,57 @@ def concatenate_grouped(weights: Sequence[GroupedWeight]) -> GroupedWeight:
         middle = torch.tensor(MIDDLE, dtype=torch.uint8, device=first.scales.device)
         zeros = torch.cat([middle.expand(one.scales.shape) if one.zeros is None else one.zeros for one in weights])
     words, scales = torch.cat([one.words for one in weights]), torch.cat([one.scales for one in weights])
-    return GroupedWeight(words, scales, zeros, first.inputs, first.group)
+    offsets = None if first.offsets is None else torch.cat([one.offsets for one in weights if one.offsets is not None])
+    return GroupedWeight(words, scales, zeros, first.inputs, first.group, offsets)
+
+
+def quantize_with_offsets(weight: Tensor) -> GroupedWeight:
+    """Quantize ``weight`` [out, in] to 4 bits in groups of DEFAULT_GROUP, with the scale and offset of each group that
+    have the smallest squared error of several. NaN stays NaN."""
+    num_outputs, num_inputs = weight.shape
+    num_groups = -(-num_inputs // DEFAULT_GROUP)
+    words = torch.empty((num_outputs, num_groups * DEFAULT_GROUP // PER_WORD), dtype=torch.int32)
+    scales, offsets = torch.empty((2, num_outputs, num_groups), dtype=torch.float16)
+    for first in range(0, num_outputs, together := max(1, AT_ONCE // 4 // max(1, num_inputs))):
+        rows = slice(first, first + together)
+        some = F.pad(weight[rows].float(), (0, -num_inputs % DEFAULT_GROUP)).unflatten(1, (num_groups, DEFAULT_GROUP))
+        scale, offset = _best_line(some)
+        whole = _levels_on(some, scale, offset).nan_to_num_(0).to(torch.uint8)
+        words[rows], scales[rows], offsets[rows] = packed(whole.flatten(1)), scale.squeeze(2), offset.squeeze(2)
+    words = words[:, : -(-num_inputs // PER_WORD)]
+    return GroupedWeight(words, scales, None, num_inputs, DEFAULT_GROUP, offsets)
+
+
+def _best_line(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scale and offset of each group of ``weights``, float32 [rows, groups, group]: of the candidates' levels,
+    the line with the smallest squared error, rounded to float16."""
+    low, high = weights.amin(2, keepdim=True), weights.amax(2, keepdim=True)
+    count, sum_of_weights = weights.shape[2], weights.sum(2, keepdim=True)
+    best = None
+    for steps in STEPS_PER_RANGE:
+        levels = ((weights - low) * (steps / _divisor(high - low))).round_().clamp_(0, HIGHEST)
+        total = levels.sum(2, keepdim=True)
+        spread = count * levels.square().sum(2, keepdim=True) - total.square()
+        scale = (count * (levels * weights).sum(2, keepdim=True) - total * sum_of_weights) / _divisor(spread)
+        scale = _rounded_half(torch.where(spread == 0, 0 * sum_of_weights, scale))
+        offset = _rounded_half((sum_of_weights - scale * total) / count)
+        error = (_levels_on(weights, scale, offset) * scale + offset - weights).square().sum(2, keepdim=True)
+        if best is None:
+            best, scales, offsets = error, scale, offset
+            continue
+        is_better = error < best
+        best = torch.where(is_better, error, best)
+        scales, offsets = torch.where(is_better, scale, scales), torch.where(is_better, offset, offsets)
+    return scales, offsets
+
+
+def _rounded_half(values: Tensor) -> Tensor:
+    return values.clamp(-LARGEST_SCALE, LARGEST_SCALE).half().float()
+
+
+def _levels_on(weights: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    """Return the nearest levels of ``weights``."""
+    return ((weights - offset) / _divisor(scale)).round_().clamp_(0, HIGHEST)
 
 
 def quantize_groups(weight: Tensor, group: int = DEFAULT_GROUP, *, has_zeros: bool = False) -> GroupedWeight:

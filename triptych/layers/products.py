@@ -31,12 +31,20 @@ class WeightKind(IntEnum):
     """fp16 as ``kernels/cpu/halves.c`` takes it, where there is AMX."""
 
 
+class Zeros(IntEnum):
+    """Where groups of 4-bit weights have their zero: ``Zeros`` in ``kernels/cpu/products.h``."""
+
+    MIDDLE = 0
+    OWN = 1
+    OFFSETS = 2
+
+
 class LinearOperands(ctypes.Structure):
     """A layer's weights: ``Linear`` in ``kernels/cpu/products.h``."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("panels", "scales", "bias")),
-        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "kind", "group", "has_zeros", "is_rotated")),
+        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "kind", "group", "zeros", "is_rotated")),
     )
 
 
@@ -56,11 +64,11 @@ class CompiledProduct:
         bias: Tensor | None,
         *,
         group: int = 0,
-        has_zeros: bool = False,
+        zeros: Zeros = Zeros.MIDDLE,
         is_rotated: bool = False,
     ) -> None:
         """``panels`` are the weights from ``in_panels``; ``shape`` is (out, in); only int8 has ``scales``, float32
-        [out]. ``group`` and ``has_zeros`` are for 4-bit weights; see ``GroupedWeight``.
+        [out]. ``group`` and ``zeros`` are for 4-bit weights; see ``GroupedWeight``.
         ``is_rotated`` is for int8: the product rotates its inputs, as the weights have been; see ``int8.py``."""
         self.library = library
         self.outputs, self.inputs = shape
@@ -68,7 +76,7 @@ class CompiledProduct:
         self.bias = None if bias is None else bias.float().contiguous()
         self.scales = scales
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in (panels, scales, self.bias)]
-        self.operands = LinearOperands(*pointers, self.inputs, self.outputs, kind, group, has_zeros, is_rotated)
+        self.operands = LinearOperands(*pointers, self.inputs, self.outputs, kind, group, zeros, is_rotated)
         self._run = library.linear
         self._run.argtypes = [
             ctypes.POINTER(LinearOperands),

@@ -133,10 +133,12 @@ def linear_of(
     return linears[0] if len(linears) == 1 else ConcatenatedLinear(linears)
 
 
-def _kind(weight: StoredLinear) -> tuple[bool, int]:
-    """Return what weights of one product have in common: whether they are in int8, and the inputs per group of 4-bit
-    weights, 0 for others."""
-    return isinstance(weight, Int8Weight), weight.group if isinstance(weight, GroupedWeight) else 0
+def _kind(weight: StoredLinear) -> tuple[bool, int, bool]:
+    """Return what weights of one product have in common: whether they are in int8, and of 4-bit weights the inputs per
+    group, 0 for others, and whether groups have offsets."""
+    if isinstance(weight, GroupedWeight):
+        return False, weight.group, weight.offsets is not None
+    return isinstance(weight, Int8Weight), 0, False
 
 
 def _dense(parts: Sequence[StoredLinear]) -> Tensor:

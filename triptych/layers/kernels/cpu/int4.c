@@ -1,12 +1,13 @@
-/* Products with 4-bit weights: each token is quantized to int8 with its own scale. Sums over a group of inputs are exact
- * in int32. They are multiplied by the group's scale and added in float32 in the groups' order, so that a token's outputs
- * are identical in any batch.
+/* Products with 4-bit weights: each token is quantized to int8 in blocks of inputs, of a scale each. Sums over a block are
+ * exact in int32. They are multiplied by the scales of the block and of the weights, and added in float32 in the blocks'
+ * order, so that a token's outputs are identical in any batch.
  *
- * A weight is (q - zero) * scale, where q is 0 to 15 and a group of ``group`` inputs, 32, 64 or 128, shares zero and
- * scale. Weights are in panels of OUTPUTS outputs, [ceil(outputs / OUTPUTS), ceil(inputs / group)] of
+ * A weight is (q - zero) * scale or q * scale + offset, where q is 0 to 15 and a group of ``group`` inputs, 32, 64 or 128,
+ * shares zero, scale and offset. A block is a group, or half of one of 128 inputs. Weights are in panels of OUTPUTS
+ * outputs, [ceil(outputs / OUTPUTS), ceil(inputs / group)] of
  *     words [group / 8, OUTPUTS], each with the q of eight inputs, the first in the lowest bits,
  *     scales, halves [OUTPUTS],
- *     zeros, uint8 [OUTPUTS], if the weights have them; otherwise each is 8.
+ *     zeros, uint8 [OUTPUTS], or offsets, halves [OUTPUTS], if the weights have them; otherwise each zero is 8.
  * A word's q are unpacked in registers for up to TOKENS tokens. Processors with AMX multiply more tokens by tiles, for
  * which q - zero are unpacked to int8.
  */
@@ -14,7 +15,7 @@
 #include "tile_products.h"
 
 #ifdef __AVX512F__
-#define TOKENS 8
+#define TOKENS 6 /* of more, sums don't stay in registers */
 #else
 #define TOKENS 4
 #endif
@@ -71,9 +72,17 @@ inlined ints times(ints a, ints b) {
 /* Dimensions of packed weights. */
 typedef struct {
     int64_t groups, depth; /* depth: inputs with padding */
+    int64_t step;          /* inputs of a block */
     int64_t bytes;         /* of a group of a panel */
     int64_t row;           /* bytes of a rounded token */
 } Shape;
+
+/* What a rounded token has of a block: its inputs' scale and their sum, as they are rounded, and what the sums of q * input
+ * exceed those of the weights by for each unit of zero or, if all are 8, in total: to be added, so negative. */
+typedef struct {
+    float scale, sum;
+    int32_t excess;
+} Block;
 
 const int int4_outputs = OUTPUTS;
 
@@ -81,8 +90,9 @@ inlined Shape shape_of(const Linear *linear) {
     Shape shape;
     shape.groups = (linear->inputs + linear->group - 1) / linear->group;
     shape.depth = shape.groups * linear->group;
-    shape.bytes = OUTPUTS * (linear->group / 2 + sizeof(uint16_t) + (linear->has_zeros ? 1 : 0));
-    shape.row = (shape.depth + (shape.groups + 1) * 4 + LINE - 1) / LINE * LINE + LINE;
+    shape.step = least(linear->group, TILE_BYTES);
+    shape.bytes = OUTPUTS * (linear->group / 2 + sizeof(uint16_t) + linear->zeros); /* as many bytes as ZEROS and OFFSETS */
+    shape.row = whole_lines(shape.depth + shape.depth / shape.step * sizeof(Block)) + LINE;
     return shape;
 }
 
@@ -90,9 +100,8 @@ int64_t int4_room(const Linear *linear, int64_t tokens) {
     return rounded_room(linear->inputs, tokens, shape_of(linear).row);
 }
 
-/* Makes of a token int8 [depth], int32 [groups] and its scale. The inputs of each word are in the order 0 2 4 6 1 3 5 7,
- * first those in the lower halves of its bytes. The int32 are what the sums of q * input exceed those of the weights by
- * for each unit of zero or, without zeros, in total: to be added, so negative. */
+/* Makes of a token int8 [depth] and its blocks. The inputs of each word are in the order 0 2 4 6 1 3 5 7, first those in the
+ * lower halves of its bytes. */
 static void round_token(const Linear *linear, const float *from, float *room, void *to, int64_t step) {
     Shape shape = shape_of(linear);
 #if LANES == 16
@@ -101,36 +110,32 @@ static void round_token(const Linear *linear, const float *from, float *room, vo
     const int8s order = {0, 2, 4, 6, 1, 3, 5, 7};
 #endif
     int8s *rounded = to;
-    int32_t *excess = (int32_t *)((char *)to + shape.depth);
-    float maximum = largest_magnitude(from, linear->inputs, SMALLEST);
-    for (int64_t at = 0; at < shape.depth; at += linear->group) {
+    Block *block = (Block *)((char *)to + shape.depth);
+    for (int64_t at = 0; at < shape.depth; at += shape.step, block++) {
+        float maximum = largest_magnitude(from + at, least(shape.step, linear->inputs - at), SMALLEST);
         floats total = {};
-        for (int64_t i = at; i < at + linear->group; i += LANES) {
+        for (int64_t i = at; i < at + shape.step; i += LANES) {
             floats whole = rounded_inputs(from, i, linear->inputs, LEVELS / maximum);
             *rounded++ = __builtin_shuffle(lowest((ints)whole), order);
             total += whole - ROUNDING;
         }
-        *excess++ = maximum == maximum ? (linear->has_zeros ? -1 : -8) * (int32_t)sum_of(total) : 0;
+        block->scale = maximum / LEVELS;
+        block->sum = block->scale * sum_of(total);
+        block->excess = maximum == maximum ? (linear->zeros == MIDDLE ? -8 : -1) * (int32_t)sum_of(total) : 0;
     }
-    *(float *)excess = maximum / LEVELS;
 }
 
-/* Scales the totals of ``count`` tokens from ``first`` on, adds the bias and stores them as a panel's outputs. Not
- * inlined, so that outputs have the same bits wherever totals come from. */
-static __attribute__((noinline)) void keep_scaled(const floats totals[][2], const Linear *linear, const Rows *rows,
+/* Adds the bias to the totals of ``count`` tokens from ``first`` on and stores them as a panel's outputs. */
+static __attribute__((noinline)) void keep_totals(const floats totals[][2], const Linear *linear, const Rows *rows,
                                                   int64_t panel, int64_t first, int64_t count) {
-    Shape shape = shape_of(linear);
     int64_t column = panel * OUTPUTS, left = linear->outputs - column, second = most(0, left - LANES);
-    const char *scale = rows->input + first * rows->stride + shape.depth + shape.groups * sizeof(int32_t);
     int64_t place = first * linear->outputs + column;
     floats bias[2] = {};
     if (linear->bias) bias[0] = load(linear->bias + column, left);
     if (linear->bias && second) bias[1] = load(linear->bias + column + LANES, second);
-    for (int64_t i = 0; i < count; i++, scale += rows->stride, place += linear->outputs) {
-        floats own = splat(*(const float *)scale);
-        keep_vector(multiply_add(totals[i][0], own, bias[0]), &rows->output, place, left);
-        if (second)
-            keep_vector(multiply_add(totals[i][1], own, bias[1]), &rows->output, place + LANES, second);
+    for (int64_t i = 0; i < count; i++, place += linear->outputs) {
+        keep_vector(totals[i][0] + bias[0], &rows->output, place, left);
+        if (second) keep_vector(totals[i][1] + bias[1], &rows->output, place + LANES, second);
     }
 }
 
@@ -143,9 +148,19 @@ inlined ints zeros_of(const char *scales, int half) {
     return __builtin_convertvector(((const levels *)(scales + OUTPUTS * sizeof(uint16_t)))[half], ints);
 }
 
-/* Adds a group's sums, scaled. Explicitly fused: what a compiler fuses may differ between bodies. */
-inlined floats add_scaled(floats total, ints sum, floats scale) {
-    return multiply_add(__builtin_convertvector(sum, floats), scale, total);
+/* The offsets of a half of a panel's outputs, in the group with these scales. */
+inlined floats offsets_of(const char *scales, int half) {
+    return widened(((const float16s *)(scales + OUTPUTS * sizeof(uint16_t)))[half]);
+}
+
+/* Adds a block's sums, scaled. Explicitly fused: what a compiler fuses may differ between bodies. */
+inlined floats add_scaled(floats total, ints sum, floats scale, const Block *block) {
+    return multiply_add(__builtin_convertvector(sum, floats) * block->scale, scale, total);
+}
+
+/* Adds a block's offsets. */
+inlined floats add_offsets(floats total, floats offsets, const Block *block) {
+    return multiply_add(offsets, splat(block->sum), total);
 }
 
 /* Adds the products of a strip of inputs to the sums of ``count`` tokens. */
@@ -173,49 +188,61 @@ inlined void multiply_strip(ints sums[][2], const char *weights, const char *fro
         for (int half = 0; half < 2; half++) sums[token][half] = end(sums[token][half], found[token][half]);
 }
 
-/* Adds a group's products of ``count`` tokens from ``from`` on to their totals; ``excess``: of the first token. */
+/* Adds a group's products of ``count`` tokens from ``from`` on to their totals; ``blocks``: of the first token. */
 inlined void multiply_group(floats totals[][2], const Linear *linear, const char *group, const char *from,
-                            const char *excess, const Rows *rows, const int count, const int has_zeros) {
+                            const char *blocks, const Rows *rows, const int count, const int kind) {
     const char *scales = group + linear->group / 2 * OUTPUTS, *words = group;
+    int64_t step = least(linear->group, TILE_BYTES);
+    floats scale[2], offsets[2];
     ints zeros[2], sums[TOKENS][2];
-    for (int half = 0; has_zeros && half < 2; half++) zeros[half] = zeros_of(scales, half);
-    for (int token = 0; token < count; token++) {
-        ints start = *(const int32_t *)(excess + token * rows->stride) - (ints){};
-        sums[token][0] = has_zeros ? times(zeros[0], start) : start;
-        sums[token][1] = has_zeros ? times(zeros[1], start) : start;
-    }
-    for (; words < scales; words += STRIP / 2 * OUTPUTS, from += STRIP) multiply_strip(sums, words, from, rows, count);
     for (int half = 0; half < 2; half++) {
-        floats scale = widened(((const float16s *)scales)[half]);
-        for (int token = 0; token < count; token++)
-            totals[token][half] = add_scaled(totals[token][half], sums[token][half], scale);
+        scale[half] = widened(((const float16s *)scales)[half]);
+        if (kind == ZEROS) zeros[half] = zeros_of(scales, half);
+        if (kind == OFFSETS) offsets[half] = offsets_of(scales, half);
+    }
+    for (; words < scales; blocks += sizeof(Block)) {
+        const char *end = words + step / 2 * OUTPUTS;
+        for (int token = 0; token < count; token++) {
+            ints start = ((const Block *)(blocks + token * rows->stride))->excess - (ints){};
+            for (int half = 0; half < 2; half++)
+                sums[token][half] = kind == ZEROS ? times(zeros[half], start) : kind == OFFSETS ? (ints){} : start;
+        }
+        for (; words < end; words += STRIP / 2 * OUTPUTS, from += STRIP) multiply_strip(sums, words, from, rows, count);
+        for (int token = 0; token < count; token++) {
+            const Block *block = (const Block *)(blocks + token * rows->stride);
+            for (int half = 0; half < 2; half++) {
+                totals[token][half] = add_scaled(totals[token][half], sums[token][half], scale[half], block);
+                if (kind == OFFSETS) totals[token][half] = add_offsets(totals[token][half], offsets[half], block);
+            }
+        }
     }
 }
 
 /* Computes the outputs of ``num_panels`` panels, one or two, for ``count`` tokens from ``first`` on. */
 inlined void multiply(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t first, const int count,
-                      const int num_panels, const int has_zeros) {
+                      const int num_panels, const int kind) {
     Shape shape = shape_of(linear);
-    const char *groups[2], *from = rows->input + first * rows->stride, *excess = from + shape.depth;
+    const char *groups[2], *from = rows->input + first * rows->stride, *blocks = from + shape.depth;
+    int64_t some = linear->group / shape.step * sizeof(Block);
     floats totals[2][TOKENS][2] = {};
     for (int which = 0; which < num_panels; which++)
         groups[which] = (const char *)linear->panels + panels[which] * shape.groups * shape.bytes;
-    for (int64_t i = 0; i < shape.groups; i++, from += linear->group, excess += sizeof(int32_t)) {
+    for (int64_t i = 0; i < shape.groups; i++, from += linear->group, blocks += some) {
 #pragma GCC unroll 2
         for (int which = 0; which < num_panels; groups[which++] += shape.bytes)
-            multiply_group(totals[which], linear, groups[which], from, excess, rows, count, has_zeros);
+            multiply_group(totals[which], linear, groups[which], from, blocks, rows, count, kind);
     }
     for (int which = 0; which < num_panels; which++)
-        keep_scaled((const floats(*)[2])totals[which], linear, rows, panels[which], first, count);
+        keep_totals((const floats(*)[2])totals[which], linear, rows, panels[which], first, count);
 }
 
 inlined void multiply_some(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, int64_t count,
-                           const int has_zeros) {
+                           const int kind) {
     switch (count) {
-#define SOME(n) case n: multiply(linear, rows, &panel, first, n, 1, has_zeros); break;
+#define SOME(n) case n: multiply(linear, rows, &panel, first, n, 1, kind); break;
         SOME(1) SOME(2) SOME(3) SOME(4)
 #if TOKENS > 4
-        SOME(5) SOME(6) SOME(7) SOME(8)
+        SOME(5) SOME(6)
 #endif
 #undef SOME
     }
@@ -225,16 +252,20 @@ static void multiply_panel_by_vectors(const Linear *linear, const Rows *rows, in
     int64_t tokens = rows->tokens, tiles = (tokens + TOKENS - 1) / TOKENS;
     for (int64_t tile = 0; tile < tiles; tile++) {
         int64_t first = tokens * tile / tiles, count = tokens * (tile + 1) / tiles - first;
-        if (linear->has_zeros) multiply_some(linear, rows, panel, first, count, 1);
-        else multiply_some(linear, rows, panel, first, count, 0);
+        switch (linear->zeros) {
+        case MIDDLE: multiply_some(linear, rows, panel, first, count, MIDDLE); break;
+        case ZEROS: multiply_some(linear, rows, panel, first, count, ZEROS); break;
+        case OFFSETS: multiply_some(linear, rows, panel, first, count, OFFSETS); break;
+        }
     }
 }
 
 static void multiply_by_vectors(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t count) {
-    switch (count == 2 ? 2 * rows->tokens + linear->has_zeros : 0) {
+    switch (count == 2 ? 4 * rows->tokens + linear->zeros : 0) {
 #define SOME(n) \
-    case 2 * n: multiply(linear, rows, panels, 0, n, 2, 0); break; \
-    case 2 * n + 1: multiply(linear, rows, panels, 0, n, 2, 1); break;
+    case 4 * n + MIDDLE: multiply(linear, rows, panels, 0, n, 2, MIDDLE); break; \
+    case 4 * n + ZEROS: multiply(linear, rows, panels, 0, n, 2, ZEROS); break; \
+    case 4 * n + OFFSETS: multiply(linear, rows, panels, 0, n, 2, OFFSETS); break;
         SOME(1)
 #if TWOS > 1
         SOME(2)
@@ -244,21 +275,26 @@ static void multiply_by_vectors(const Linear *linear, const Rows *rows, const in
     }
 }
 
-/* Part of a panel, unpacked for tiles: q - zero by halves of the outputs, [inputs / 4, LANES, 4], and scales. */
+/* Part of a panel, unpacked for tiles: q - zero, or q of weights with offsets, by halves of the outputs,
+ * [inputs / 4, LANES, 4]; and scales and offsets of each block. */
 typedef struct {
     fours weights[2][PART / 4];
-    floats scales[2][PART / STRIP];
+    floats scales[2][PART / STRIP], offsets[2][PART / STRIP];
 } __attribute__((aligned(64))) Part;
 
 inlined void unpack(const Linear *linear, const Shape *shape, const char *group, int64_t groups, Part *part) {
     fours *low = part->weights[0], *high = part->weights[1];
+    int64_t blocks = linear->group / shape->step;
     for (int64_t i = 0; i < groups; i++, group += shape->bytes) {
         const char *scales = group + linear->group / 2 * OUTPUTS;
         fours zeros[2];
         for (int half = 0; half < 2; half++) {
-            ints zero = linear->has_zeros ? zeros_of(scales, half) : 8 - (ints){};
+            ints zero = linear->zeros == ZEROS ? zeros_of(scales, half) : (linear->zeros == OFFSETS ? 0 : 8) - (ints){};
             zeros[half] = (fours)(zero * 0x01010101);
-            part->scales[half][i] = widened(((const float16s *)scales)[half]);
+            for (int64_t block = i * blocks; block < (i + 1) * blocks; block++) {
+                part->scales[half][block] = widened(((const float16s *)scales)[half]);
+                if (linear->zeros == OFFSETS) part->offsets[half][block] = offsets_of(scales, half);
+            }
         }
         for (int64_t word = 0; word < linear->group / WORD; word++, low += 2, high += 2) {
             const ints *words = (const ints *)group + 2 * word;
@@ -271,14 +307,15 @@ inlined void unpack(const Linear *linear, const Shape *shape, const char *group,
     }
 }
 
-/* Adds the products of a tile of tokens and a part's ``groups`` groups to the totals of a half of the outputs, which stay
- * in registers. Two groups are being multiplied while another's sums are added, because products take long to finish. */
-static void multiply_tile(const Part *part, const char *tokens, int64_t stride, int64_t group, int64_t groups, int half,
-                          floats totals[][2]) {
+/* Adds the products of a tile of tokens and a part's ``count`` blocks of ``step`` inputs to the totals of a half of the
+ * outputs, which stay in registers; ``blocks``: of the first token. Two blocks are being multiplied while another's sums are
+ * added, because products take long to finish. */
+inlined void multiply_tile(const Part *part, const char *tokens, const char *blocks, int64_t stride, int64_t step,
+                           int64_t count, int half, floats totals[][2], const int has_offsets) {
 #ifdef __AMX_INT8__
     const char *weights = (const char *)part->weights[half];
-    const floats *scale = part->scales[half];
-    int64_t step = least(group, TILE_BYTES), i = 0;
+    const floats *scale = part->scales[half], *offsets = part->offsets[half];
+    int64_t i = 0;
     ints sums[TILE_ROWS] __attribute__((aligned(64)));
     floats found[TILE_ROWS];
     for (int row = 0; row < TILE_ROWS; row++) found[row] = totals[row][half];
@@ -286,34 +323,37 @@ static void multiply_tile(const Part *part, const char *tokens, int64_t stride, 
 #define MULTIPLY(sum, from, by) \
     do { \
         _tile_zero(sum); \
-        for (int64_t at = 0; at < group; at += step, tokens += step, weights += step * LANES) { \
-            _tile_loadd(from, tokens, stride); \
-            _tile_loadd(by, weights, TILE_BYTES); \
-            _tile_dpbssd(sum, from, by); \
-        } \
+        _tile_loadd(from, tokens, stride); \
+        _tile_loadd(by, weights, TILE_BYTES); \
+        _tile_dpbssd(sum, from, by); \
+        tokens += step, weights += step * LANES; \
     } while (0)
 #define ADD(sum) \
     do { \
         _tile_stored(sum, sums, TILE_BYTES); \
         _Pragma("GCC unroll 16") \
-        for (int row = 0; row < TILE_ROWS; row++) found[row] = add_scaled(found[row], sums[row], *scale); \
-        scale++; \
+        for (int row = 0; row < TILE_ROWS; row++) { \
+            const Block *block = (const Block *)(blocks + row * stride); \
+            found[row] = add_scaled(found[row], sums[row], *scale, block); \
+            if (has_offsets) found[row] = add_offsets(found[row], *offsets, block); \
+        } \
+        scale++, offsets++, blocks += sizeof(Block); \
     } while (0)
-    if (groups >= 4) {
+    if (count >= 4) {
         MULTIPLY(0, 4, 6);
         MULTIPLY(1, 5, 7);
     }
-    for (; i + 4 <= groups; i += 4) {
+    for (; i + 4 <= count; i += 4) {
         MULTIPLY(2, 4, 6);
         ADD(0);
         MULTIPLY(3, 5, 7);
         ADD(1);
-        if (i + 8 <= groups) MULTIPLY(0, 4, 6);
+        if (i + 8 <= count) MULTIPLY(0, 4, 6);
         ADD(2);
-        if (i + 8 <= groups) MULTIPLY(1, 5, 7);
+        if (i + 8 <= count) MULTIPLY(1, 5, 7);
         ADD(3);
     }
-    for (; i < groups; i++) {
+    for (; i < count; i++) {
         MULTIPLY(0, 4, 6);
         ADD(0);
     }
@@ -327,7 +367,7 @@ static void multiply_tile(const Part *part, const char *tokens, int64_t stride, 
 static void multiply_by_tiles(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t num_panels) {
     Shape shape = shape_of(linear);
     int64_t tiles = (rows->tokens + TILE_ROWS - 1) / TILE_ROWS, count = least(TILE_ROWS, rows->tokens), groups;
-    int64_t panel = panels[0];
+    int64_t panel = panels[0], per_group = linear->group / shape.step;
     const char *weights = (const char *)linear->panels + panel * shape.groups * shape.bytes;
     floats totals[BLOCK / TILE_ROWS][TILE_ROWS][2];
     memset(totals, 0, tiles * sizeof totals[0]);
@@ -339,26 +379,31 @@ static void multiply_by_tiles(const Linear *linear, const Rows *rows, const int6
         const char *later = weights + most(bytes, rows->ahead); /* each tile prefetches its share */
         for (int64_t tile = 0; tile < tiles; tile++, later += share) {
             int64_t first = most(0, least(tile * TILE_ROWS, rows->tokens - TILE_ROWS)); /* so that the last one is whole */
-            const char *from = rows->input + first * rows->stride + done * linear->group;
+            const char *own = rows->input + first * rows->stride, *from = own + done * linear->group;
+            const char *blocks = own + shape.depth + done * per_group * sizeof(Block);
             for (int64_t line = 0; line < share; line += 64) __builtin_prefetch(later + line, 0, 2);
             if (done + groups == shape.groups) prefetch_outputs(linear, rows, panel, first, count);
-            for (int half = 0; half < 2; half++)
-                multiply_tile(&part, from, rows->stride, linear->group, groups, half, totals[tile]);
+#define TILE(has_offsets) \
+    for (int half = 0; half < 2; half++) \
+    multiply_tile(&part, from, blocks, rows->stride, shape.step, groups * per_group, half, totals[tile], has_offsets)
+            if (linear->zeros == OFFSETS) TILE(1);
+            else TILE(0);
+#undef TILE
             if (done + groups == shape.groups)
-                keep_scaled((const floats(*)[2])totals[tile], linear, rows, panel, first, count);
+                keep_totals((const floats(*)[2])totals[tile], linear, rows, panel, first, count);
         }
     }
 }
 
 void int4_together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room) {
     Shape shape = shape_of(linear);
-    int64_t bytes = shape.groups * shape.bytes, step = least(linear->group, TILE_BYTES);
+    int64_t bytes = shape.groups * shape.bytes;
     /* by tiles the sums of 16 rows are added, whatever the tokens, and more often in small groups */
-    int64_t few = step < TILE_BYTES ? 12 : TOKENS;
+    int64_t few = shape.step < TILE_BYTES ? 12 : TOKENS;
     char *rounded = round_together(linear, input, tokens, room, shape.row, 0, round_token);
     Rows rows = {rounded, *output, shape.row, tokens, 0};
     if (tiles_are_granted && tokens > few)
-        multiply_together_by_tiles(linear, &rows, bytes, step, 1, SMALL_TASK, multiply_by_tiles);
+        multiply_together_by_tiles(linear, &rows, bytes, shape.step, 1, SMALL_TASK, multiply_by_tiles);
     else multiply_together(linear, &rows, bytes, panels_for(tokens, FOURS, TWOS), TOKENS, BLOCK, SMALL_TASK,
                            multiply_by_vectors);
 }

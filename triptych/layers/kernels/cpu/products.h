@@ -14,13 +14,16 @@
 
 enum Kind { HALF, FLOAT, INT8, BF16, INT4, SPLIT_HALF };
 
+/* Where groups of 4-bit weights have their zero: 8 in all of them, a zero point of their own, or an offset. */
+enum Zeros { MIDDLE, ZEROS, OFFSETS };
+
 /* A linear layer's weights in the format ``kind``. */
 typedef struct {
     const void *panels;  /* see the kinds' files: floats.c, bf16.c, … */
     const float *scales; /* [outputs]; int8 only */
     const float *bias;   /* [outputs], or NULL */
     int64_t inputs, outputs, kind;
-    int64_t group, has_zeros; /* inputs per group, and whether groups have zero points; int4 only */
+    int64_t group, zeros;     /* inputs per group, and one of Zeros; int4 only */
     int64_t is_rotated;       /* whether blocks of inputs are rotated, as the weights have been; int8 only */
 } Linear;
 
