@@ -24,7 +24,7 @@ from compat.suites.peers import PEERS
 FOLDER = Path(os.environ["SUITES_FOLDER"])
 MODEL = Path(os.environ["SUITES_MODEL"])
 PEER = PEERS[os.environ["SUITES_PEER"]]
-SECONDS = 60
+SECONDS = 240
 """For one test."""
 _running: dict[str, tuple[str, ExitStack]] = {}
 """By their flags: their URL, and what ends them. The last one was used last."""

@@ -67,7 +67,6 @@ OTHERS = (
     (MODEL, "Qwen's template", r"test_chat_completion_with_tool_use"),
     (MODEL, "a model that continues a prompt as it is", r"test_more_than_one_prompt_logprobs"),
     (LEFT, "a tool result's `id`, which is `tool_use_id` in Anthropic's API", r"tool_use_id: Field required"),
-    (LEFT, "log probabilities in the chunk of the end, too", r"TestOpenAIServer::test_completion_stream"),
     (LEFT, "schemas of the same name are refused", r"test_conflicting_defs"),
     (
         LEFT,
