@@ -139,6 +139,7 @@ def test_outlines_read_every_tensor(tmp_path: Path, name: str) -> None:
     stored, _ = quantized_pair(make_tiny(tmp_path / "source", "qwen2_5_vl"), tmp_path, one.section, one.encode)
     adapter, outline = load_adapter(stored), StoredOutline(stored)
     adapter.load_encoder(outline, FP32, META)
+    assert outline.names_read == set(adapter.encoder_keys(outline.tensors))
     adapter.load_decoder(outline, FP32, META)
     assert outline.names_read == set(outline.tensors)
 
