@@ -55,6 +55,28 @@ def test_the_loss_of_an_instance_costs_its_parts_alone(fault: str) -> None:
         play(100 + seed, 2 + seed % 3, fault)
 
 
+@pytest.mark.parametrize("num_encoders", [1, 2, 4])
+def test_no_part_is_encoded_twice_however_many_ask_for_it_at_once(num_encoders: int) -> None:
+    """But for what costs less than a section is worth: after the first answer it may be in another instance's cache."""
+    for seed in range(10):
+        world = World(300 + seed, ENCODERS[:num_encoders])
+        plans = [random_plan(world.chance) for _ in range(world.chance.randint(1, 3))]
+        contents = world.chance.sample(range(1, 900), len(plans))
+        streams = []
+        for _ in range(3):
+            streams.append(world.ask(*plans, contents=contents))
+            for _ in range(world.chance.randrange(60)):
+                world.step()
+        for stream in streams:
+            world.run(stream)
+            assert np.array_equal(world.rows(stream), right_rows(world, plans, contents))
+        least = max(world.router.capacity.encode_batch_patches, sum(one.cost for one in plans) / (4 * num_encoders))
+        cost = dict(zip(contents, ([part.cost for part in plan.parts] for plan in plans), strict=True))
+        again = [cost[content][number] for (content, number), times in world.made.items() if times > 1]
+        assert sum(again) < least
+        world.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_instances_are_lost_at_many_moments(fault: str) -> None:

@@ -203,11 +203,11 @@ class World:
             self.given[to].update((content, number) for number in message.parts)
         self.queues[sender, to].append(encode(message))
 
-    def ask(self, *plans: ItemPlan) -> TokenStream:
-        """Ask a question about an item of each plan."""
+    def ask(self, *plans: ItemPlan, contents: Sequence[int] = ()) -> TokenStream:
+        """Ask a question about an item of each plan, with these contents, or with random ones."""
+        contents = contents or self.chance.sample(range(1, 900), len(plans))  # the tower fails on more than 999
         items, start = list[PlannedItem](), 0
-        for number, plan in enumerate(plans):
-            content = self.chance.randrange(1, 900)  # the tower fails on more than 999
+        for number, (plan, content) in enumerate(zip(plans, contents, strict=True)):
             data = content.to_bytes(2, "big")
             placement = Placement((Span(start + TEXT, plan.rows),))
             items.append(PlannedItem(data.hex(), data, plan, placement, f"messages[{number}]", number))

@@ -35,7 +35,7 @@ from triptych.router.instance import ENCODE_KINDS, Assignment, Instance, WorkKin
 from triptych.router.membership import Membership
 from triptych.router.placement import PlacementPolicy, Work, by_rendezvous, least_loaded
 from triptych.router.quarantine import Quarantine
-from triptych.router.request_state import RequestState
+from triptych.router.request_state import RequestPhase, RequestState
 from triptych.router.request_table import RequestTable
 from triptych.types import Address, RequestId, RowRange, TransferId
 
@@ -51,6 +51,10 @@ LONG_ITEMS_PER_CLIENT = LONG_ITEMS - 1
 MAX_MEDIA_SENDS = 8
 """Times that an instance may fetch an item's file. It asks again for what got lost. Bounded, because what it asks for
 and doesn't read stays in this process's memory."""
+
+
+WAITS_FOR_ITEMS = (RequestPhase.PREFILLING, RequestPhase.ENCODING)
+"""Phases in which a request may have asked for its items, or is about to."""
 
 
 class ItemKind(enum.IntEnum):
@@ -257,7 +261,20 @@ class EncodeDispatcher:
         cost = sum(item.plan.cost for item in items)
         encoders = [EncoderState(_load_before(one, cost), one.encoded) for one in instances]
         cuts = divide(items, state.generate.cache_salt, encoders, self._least_section())
-        return [msgspec.structs.replace(item, cuts=rows) for item, rows in zip(state.generate.items, cuts, strict=True)]
+        planned = self._planned(state) if any(item.plan.num_parts > 1 for item in items) else {}
+        return [
+            msgspec.structs.replace(item, cuts=planned.get(item.key, rows))
+            for item, rows in zip(state.generate.items, cuts, strict=True)
+        ]
+
+    def _planned(self, state: RequestState) -> dict[str, tuple[int, ...]]:
+        """Return, by key, how items are divided that other requests wait for: in the same way, the sections of a
+        request are those of the others, and each is encoded once."""
+        waiting = (one for one in self._table if one is not state and one.phase in WAITS_FOR_ITEMS)
+        salt = state.generate.cache_salt
+        return {
+            item.key: item.cuts for one in waiting if one.generate.cache_salt == salt for item in one.generate.items
+        }
 
     def _least_section(self) -> float:
         """Return the cost from which it pays that another instance encodes a part of an item, or of a request's items:
