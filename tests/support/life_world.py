@@ -2,7 +2,6 @@
 starts again what has ended. Instances compute nothing."""
 
 import random
-import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -45,10 +44,6 @@ STEP, TICK = 0.05, 0.25
 SETTLED = 12.0
 """Seconds without a fault after which all agree: a lease and a drain, and some messages."""
 CONTROL = Address("tcp://127.0.0.1:1")
-
-
-class Killed(BaseException):
-    """A process's SIGKILL, in the thread that is in its place."""
 
 
 @dataclass
@@ -111,7 +106,7 @@ class Work:
 
 
 class Process:
-    """An instance whose ``run`` is a thread that goes on when it is told to. It is its own channel and loop builder."""
+    """An instance that takes a turn when it is told to. It is its own channel and loop builder."""
 
     def __init__(self, world: "World", name: str, incarnation: int) -> None:
         self.world, self.name, self.incarnation = world, name, incarnation
@@ -121,8 +116,6 @@ class Process:
         self.resume_at = world.now
         self.stopped_until = 0.0
         self.killed = False
-        self.is_foreseen = False
-        """Whether it ended by what may end it."""
         self._accepted_by = NO_OWNER
         self.instance = InstanceProcess(
             name=name,
@@ -130,7 +123,7 @@ class Process:
             model=IDENTITY,
             layouts=[LAYOUT],
             capacity=Capacity(4),
-            channel=self,  # type: ignore[arg-type]
+            channel=self,
             join=[CONTROL.removeprefix("tcp://")],
             lease=LEASE,
             clock=world.clock,
@@ -140,46 +133,37 @@ class Process:
         self.instance.loop_builder = self
         self.work = Work(world, self.address, self.send)
         self.instance.add_loop(self.work)
-        self._goes_on, self._waits = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self.instance.begin()
 
     @property
     def ended(self) -> bool:
         return self.instance.life.state is LifeState.ENDED
 
-    def _run(self) -> None:
-        self._goes_on.acquire()
-        try:
-            self.instance.run()
-            self.is_foreseen = True
-        except (StartError, Killed):
-            self.is_foreseen = True
-        finally:
-            self._waits.release()
-
     def turn(self) -> None:
-        """Let it go on until it receives."""
-        self._goes_on.release()
-        assert self._waits.acquire(timeout=20), "it doesn't come back"
+        """Let it go on until it receives, or ends by what may end it."""
+        messages, self.inbox = self.inbox, []
+        self.resume_at = float("inf")
+        try:
+            self.instance.turn(messages)
+        except StartError:
+            self.instance.end()
+        else:
+            if self.instance.life.state is LifeState.LEAVING:
+                self.instance.end()
+            else:
+                self.resume_at = min(self.resume_at, self.world.now + self.instance.next_turn)
 
     def kill(self) -> None:
         """End it without a word."""
         self.killed = True
-        self.turn()
+        self.instance.end()
 
     # ── as a channel ─────────────────────────────────────────────────────────────────────────────────────────
 
     pending = False
 
-    def receive(self, timeout: float) -> list[Message]:
-        self.resume_at = self.world.now + timeout
-        self._waits.release()
-        self._goes_on.acquire()
-        if self.killed:
-            raise Killed
-        messages, self.inbox = self.inbox, []
-        return messages
+    def receive(self, timeout: float | None) -> list[Message]:
+        raise AssertionError("it takes turns")
 
     def send(self, to: Address, message: Message) -> None:
         if self.killed:
@@ -195,6 +179,8 @@ class Process:
             self._accepted_by = NO_OWNER
 
     def ping(self) -> None: ...
+
+    def close(self) -> None: ...
 
     def wake(self) -> None:
         self.resume_at = self.world.now
@@ -294,7 +280,6 @@ class World:
     def _supervise(self) -> None:
         for process in [one for one in self.processes.values() if one.ended]:
             del self.processes[process.address]
-            assert process.is_foreseen, f"{process.name} ended by something unforeseen"
             self.down[process.name] = self.now + self.rng.uniform(0.5, 3.0)
         for name, at in list(self.down.items()):
             if self.now >= at:
