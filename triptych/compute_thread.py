@@ -102,6 +102,8 @@ class ComputeThread:
     def ask(self, error: BaseException) -> None:
         """Ask the device after an error on another thread, once the queued jobs have ended. Waits for the answer for up
         to ``ANSWER_TIMEOUT``. Raises InstanceBroken if the device can't answer."""
+        if self.device is None:
+            return
         with suppress(TimeoutError):
             self.submit(self._ask, error).result(ANSWER_TIMEOUT)
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.support.turns import TurningChannel
 from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.demo import MODEL_DIR
 from triptych.encode.loop import EncodeLoop
@@ -57,8 +58,6 @@ POOLS = {RowKind.MEDIA: PoolSize(64, 8), RowKind.KV: PoolSize(64, 8 * KV_ROWS.la
 FRONTEND = Address("tcp://127.0.0.1:1")
 LEASE = LeaseConfig(heartbeat=0.5, lease_expiry=3.0)
 TICK = 0.1
-RESOLUTION = 1e-6
-"""Least seconds between two turns that nothing asks for, as a timer has one."""
 
 
 @dataclass(frozen=True)
@@ -139,68 +138,25 @@ class CostPreprocessors:
 
 
 class SimulatedInstance:
-    """An instance that takes a turn when a message comes, it is woken, or its time has come. It is its own channel."""
-
-    pending = False
+    """An instance, and its channel, which gives it turns."""
 
     def __init__(self, world: "Simulation", name: str, role: Role, number: int) -> None:
-        self.address = Address(f"tcp://127.0.0.1:{1000 + number}")
-        self._clock, self._world = world.clock, world
-        self._inbox: list[Message] = []
-        self._due = float("inf")
+        self.channel = TurningChannel(world.clock, Address(f"tcp://127.0.0.1:{1000 + number}"), world.send)
         self.process = InstanceProcess(
             name=name,
             role=role,
             model=IDENTITY,
             layouts=layouts(EMBEDDINGS, KV, has_decoder=role.has_decoder),
             capacity=Capacity(MAX_SEQS if role.has_decoder else 0, MAX_PATCHES if role.encodes else 0),
-            channel=self,
+            channel=self.channel,
             join=[FRONTEND.removeprefix("tcp://")],
             lease=LEASE,
             clock=world.clock,
             start_executor=world.clock.start_executor,
-            incarnation=number,
+            incarnation=number + 1,
         )
         self.process.loop_builder = world.components(self.process)
         self.process.take_role(role)
-
-    def begin(self) -> None:
-        self.process.begin()
-        self.wake()
-
-    def _turn(self, due: float) -> None:
-        if due != self._due or self.address not in self._world.instances:
-            return  # an earlier turn has taken its place, or it is lost
-        messages, self._inbox = self._inbox, []
-        self._due = float("inf")
-        self.process.turn(messages)
-        self._schedule(self._clock.monotonic() + max(self.process.next_turn, RESOLUTION))
-
-    def _schedule(self, due: float) -> None:
-        if due < self._due:
-            self._due = due
-            self._clock.call_at(due, partial(self._turn, due))
-
-    def deliver(self, message: Message) -> None:
-        self._inbox.append(message)
-        self.wake()
-
-    # ── as a channel ─────────────────────────────────────────────────────────────────────────────────────────
-
-    def wake(self) -> None:
-        self._schedule(self._clock.monotonic())
-
-    def send(self, to: Address, message: Message) -> None:
-        self._world.send(self.address, to, message)
-
-    def receive(self, timeout: float | None) -> list[Message]:
-        raise AssertionError("it takes turns")
-
-    def disconnect(self, peer: Address) -> None: ...
-
-    def ping(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Simulation:
@@ -230,13 +186,14 @@ class Simulation:
 
     def start(self, name: str, role: Role) -> None:
         made = SimulatedInstance(self, name, role, len(self.instances) + len(self._lost))
-        self.instances[made.address] = made
-        made.begin()
+        self.instances[made.channel.address] = made
+        made.channel.drive(made.process)
 
     def lose(self, name: str, seconds: float) -> None:
         """Kill an instance, and start another process in its place after that time."""
         (one,) = [one for one in self.instances.values() if one.process.name == name]
-        self._lost.append(self.instances.pop(one.address))
+        one.channel.is_lost = True
+        self._lost.append(self.instances.pop(one.channel.address))
         self.note("lost", name)
         self.clock.call_at(self.clock.monotonic() + seconds, partial(self.start, name, one.process.role))
 
@@ -304,8 +261,6 @@ class Simulation:
 
     def send(self, sender: Address, to: Address, message: Message) -> None:
         """Deliver a copy of a message after a while, behind those that this one has been sent by the same sender."""
-        if sender != FRONTEND and sender not in self.instances:
-            return  # by one that is lost
         data, link = encode(message), (sender, to)
         takes = self._costs.hop + self._costs.jitter * self._rng.random()
         arrival = self._arrivals[link] = max(self._arrivals.get(link, 0.0), self.clock.monotonic() + takes)
@@ -328,7 +283,7 @@ class Simulation:
         if to == FRONTEND:
             self.router.handle(message)
         elif to in self.instances:
-            self.instances[to].deliver(message)
+            self.instances[to].channel.deliver(message)
 
     def _tick(self) -> None:
         self.router.tick()
