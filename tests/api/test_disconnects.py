@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.serving import CHAT, SOON, Gate, Served, image, image_part, served, text_part, wait_for
+from tests.support.serving import CHAT, SLOWLY, SOON, Gate, Served, image, image_part, served, text_part, wait_for
 from triptych.api.half_close import FIRST_PROBE, PROCESSING, SLOWEST_CHECK
 from triptych.running_time import running_time
 
@@ -54,6 +54,7 @@ def test_a_disconnect_while_a_stage_works_releases_everything(service: Served, p
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_disconnect_while_streaming_releases_everything(service: Served, stream: bool) -> None:
     sent_at = running_time()
+    service.steps.delay = SLOWLY
     with asking(service, service.body([image_part()], stream=stream, **LONG)) as connection:
         if stream:
             received = b""
@@ -67,6 +68,7 @@ def test_a_disconnect_while_streaming_releases_everything(service: Served, strea
 
 def test_a_client_that_pipelines_and_leaves_releases_everything(service: Served) -> None:
     """The request that is answered isn't the last one that came."""
+    service.steps.delay = SLOWLY
     with asking(service, service.body(stream=True, **LONG)) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2)
         received = b""
@@ -78,6 +80,7 @@ def test_a_client_that_pipelines_and_leaves_releases_everything(service: Served)
 
 def test_a_disconnect_while_queued_releases_everything(service: Served) -> None:
     """The first request uses nearly all pages, so the second waits for them."""
+    service.steps.delay = 2 * SLOWLY
     with asking(service, service.body("x" * 3000, stream=True, max_tokens=1000)) as first:
         assert first.recv(10)
         with asking(service, service.body("y" * 3000, max_tokens=1000)):
@@ -95,6 +98,7 @@ def test_a_disconnect_within_the_body(service: Served) -> None:
 
 
 def test_many_disconnects_at_once(service: Served) -> None:
+    service.steps.delay = SLOWLY
     for number in range(12):
         body = service.body([image_part(image(seed=200 + number)), text_part("x")], stream=True, **LONG)
         with asking(service, body):

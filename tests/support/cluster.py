@@ -25,7 +25,7 @@ LEASE = 2.0
 HEARTBEAT = 0.5
 DETECTION = 2.0
 """Seconds after the lease has run out within which a loss must have become an answer."""
-SOON = 1.0
+SOON = 3.0
 """Seconds after a request's end within which everything must be back."""
 TIMEOUT = 20.0
 """Seconds that a request may take."""
