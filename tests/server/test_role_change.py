@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,6 +17,7 @@ from triptych.config import ClusterConfig, FrontendConfig, RankSizes
 from triptych.engine.loop import EngineLoop
 from triptych.errors import StartError
 from triptych.messages.operations import InstanceStatus
+from triptych.messages.stats import PoolUsage
 from triptych.server.components import Components
 from triptych.server.instance import InstanceProcess
 from triptych.topology import Role
@@ -38,6 +38,12 @@ def answers(folder: Path) -> list[list[int]]:
             return await service.answers(REQUESTS, max_tokens=12)
 
     return asyncio.run(run())
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with other work, an answer may come late."""
+    monkeypatch.setattr("triptych.cluster.control_client.ANSWER_TIMEOUT", 30.0)
 
 
 async def set_role(service: Running, name: str, role: Role, *, timeout: float = 20.0, force: bool = False) -> None:
@@ -203,7 +209,7 @@ def test_an_instance_keeps_its_role_when_it_cannot_drain_in_time(folder: Path) -
     def slow(instance: InstanceProcess) -> None:
         one = next(host for host in instance.loops if isinstance(host, EngineLoop))
         run = one.runner.run
-        one.runner.run = lambda *arguments: (opened.wait(20), run(*arguments))[1]  # type: ignore[method-assign]
+        one.runner.run = lambda *arguments: (opened.wait(60), run(*arguments))[1]  # type: ignore[method-assign]
 
     async def run() -> None:
         in_turns = FrontendConfig.of(port=0, placement="round-robin")
@@ -213,10 +219,9 @@ def test_an_instance_keeps_its_role_when_it_cannot_drain_in_time(folder: Path) -
             opened.clear()
             asked = [asyncio.create_task(service.answer(TEXT, max_tokens=4)) for _ in range(2)]
             await asyncio.sleep(0.05)
-            began = time.monotonic()
             with pytest.raises(StartError, match=r"not done with its work within 0\.2 s"):
                 await set_role(service, "pd0", Role.P, timeout=0.2, force=True)
-            assert time.monotonic() - began < 10.0, "it waited for the step that hangs"
+            assert not any(one.done() for one in asked), "it didn't wait for the step that hangs"
             opened.set()
             assert await asyncio.gather(*asked) == [expected, expected]
             assert (await status(service))["pd0"].role is Role.PD
@@ -246,10 +251,16 @@ def test_an_instance_keeps_its_role_without_memory_for_the_new_buffer(
 
 
 def test_status_shows_pools_and_what_is_under_way(folder: Path) -> None:
+    def seen(one: InstanceStatus) -> list[PoolUsage]:
+        """The pools that keep what requests have left there."""
+        return [pool for pool in one.load.pools if pool.name in {"encode_cache_bytes", "kv_pages"}]
+
     async def run() -> None:
         async with running(folder, "1E1P1D", replace(FLOAT32, kv_receive_blocks=7)) as service:
             await service.answers(REQUESTS, max_tokens=4)
-            await asyncio.sleep(1.2)  # two heartbeats
+            async with asyncio.timeout(30):
+                while not all(pool.cached for one in (await status(service)).values() for pool in seen(one)):
+                    await asyncio.sleep(0.1)  # until the next heartbeats
             found = await status(service)
             pools = {name: {pool.name: pool for pool in one.load.pools} for name, one in found.items()}
             assert {name: sorted(kinds) for name, kinds in pools.items()} == {
@@ -258,10 +269,8 @@ def test_status_shows_pools_and_what_is_under_way(folder: Path) -> None:
                 "d2": ["kv_blocks", "kv_pages"],
             }
             assert pools["d2"]["kv_blocks"].size == 7
-            assert pools["e0"]["encode_cache_bytes"].cached > 0
             for name in ("p1", "d2"):
                 assert pools[name]["kv_pages"].used == 0
-                assert pools[name]["kv_pages"].cached > 0
             assert {one.load.running + one.load.waiting for one in found.values()} == {0}
             assert [one.outstanding for one in found.values()] == pytest.approx([0.0] * 3, abs=1e-6)
 
