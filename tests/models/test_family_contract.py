@@ -3,7 +3,7 @@
 ``test_edge_media.py`` has what holds of media alone, and each family's own file what is odd about it."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,12 +22,15 @@ from tests.support.family_parts import FP32, made, reference_rows, served_parts,
 from tests.support.forward import ROWS_TOLERANCE, assert_rows
 from tests.support.image_cases import picture, png
 from tests.support.tiny import Layout, Tiny, make_tiny
+from triptych.checkpoint.config_files import with_text_config
 from triptych.checkpoint.reader import Checkpoint
-from triptych.errors import CheckpointError, PlanMismatch
+from triptych.errors import CheckpointError, MediaError, PlanMismatch
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS
 from triptych.models.base import EncoderInput
+from triptych.models.registry import family_of, resolve
 from triptych.models.shared.tower_adapter import TowerAdapter
 from triptych.prompt.probe import probe_image
+from triptych.types import ImageHeader
 
 CPU = torch.device("cpu")
 IMAGES = [picture(200, 150, 1), picture(40, 90, 2), picture(96, 64, 3)]
@@ -264,3 +267,48 @@ def test_patches_that_do_not_fill_their_grid(folders: Folders, family: str) -> N
         for grid in ((time, rows, columns + 1), (time, rows + 1, columns), (time + 1, rows, columns)):
             with pytest.raises(PlanMismatch):
                 tower.encode([msgspec.structs.replace(part, grid=grid)])
+
+
+HOSTILE = [None, "x", -1, 0, 1.5, 10**9, [], {}, True, float("nan"), [1, 2], {"a": 1}]
+"""In place of a setting."""
+
+
+def paths_of(settings: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """The settings and sections, those within sections among them."""
+    for name, value in settings.items():
+        yield (name,)
+        if isinstance(value, dict):
+            yield from ((name, *path) for path in paths_of(value))
+
+
+def replaced(settings: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    name, *rest = path
+    return {**settings, name: replaced(settings[name], rest, value) if rest else value}
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(len(HOSTILE), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", CONTRACT)
+def test_hostile_settings_are_refused_or_served(family: str, count: int) -> None:
+    """In any file: a CheckpointError when the stages begin, or a plan."""
+    tiny, chance, refused = tiny_of(family), random.Random(family), 0
+    for file in ("config", "preprocessor", "video_preprocessor"):
+        for path in paths_of(getattr(tiny, file) or {}):
+            for value in chance.sample(HOSTILE, count):
+                settings: dict[str, Any] = {file: replaced(getattr(tiny, file), path, value)}
+                try:
+                    plan_with(replace(tiny, **settings))
+                except (CheckpointError, MediaError):
+                    refused += 1
+                except Exception as error:
+                    raise AssertionError(f"{file}: {path} of {value!r}") from error
+    assert refused
+
+
+def plan_with(tiny: Tiny) -> None:
+    """Begin each stage with these settings, and plan an image."""
+    config, processors = with_text_config(tiny.config), (tiny.preprocessor or {}, tiny.video_preprocessor or {})
+    family = family_of(config)
+    resolve(family.adapter)(config)
+    if family.preprocessor is not None:
+        resolve(family.preprocessor)(config, *processors)
+    resolve(family.planner)(config, *processors).plan(ImageHeader("PNG", 64, 48))

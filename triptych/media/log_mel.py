@@ -22,6 +22,8 @@ _CHUNK_LENGTH = 30
 """Seconds; the reference's default."""
 
 _KEYS = {"num_bands": "feature_size", "rate": "sampling_rate", "hop": "hop_length", "window": "n_fft"}
+_MOST = {"feature_size": 1024, "n_fft": 2**14}
+"""A table has as many values as bands times half of a window. Models have 80 or 128 bands, and windows of 400."""
 
 # Slaney's mel scale: linear up to 1000 Hz, logarithmic above.
 _LINEAR_STEP, _BREAK_HERTZ, _BREAK_MEL = 200.0 / 3, 1000.0, 15.0
@@ -55,6 +57,9 @@ class LogMel:
         """Read the settings of a ``preprocessor_config.json``; ``is_padded`` pads clips to ``chunk_length``. Raises
         CheckpointError for an invalid value."""
         settings = {name: _positive(config, key, getattr(cls, name)) for name, key in _KEYS.items()}
+        for key, most in _MOST.items():
+            if config.get(key, 0) > most:
+                raise CheckpointError(f"preprocessor_config.json: {key} must be at most {most}")
         if config.get("dither", 0.0):
             raise CheckpointError("preprocessor_config.json: dither makes features random; only 0 is supported")
         if is_padded:

@@ -17,6 +17,7 @@ from triptych.models.base import EncoderInput, ModelConfig, Parts
 from triptych.models.shared.byte_table import ByteTable
 from triptych.models.shared.geometry import ImageGeometry
 from triptych.models.shared.images import decode_image
+from triptych.models.shared.settings import LARGEST
 from triptych.types import ImageHeader, ItemPlan
 
 CHANNELS = 3
@@ -117,7 +118,7 @@ def normalised_bytes(preprocessor_config: dict[str, Any]) -> ByteTable:
 def rescale_factor(preprocessor_config: dict[str, Any]) -> float:
     """Return the factor that bytes are multiplied by. Raises CheckpointError if it isn't a number."""
     factor = preprocessor_config.get("rescale_factor", 1 / 255)
-    if not isinstance(factor, int | float) or not factor:
+    if not isinstance(factor, int | float) or not 0 < abs(factor) <= LARGEST:
         raise CheckpointError(f"preprocessor_config.json: rescale_factor must be a number, not {factor!r}")
     return float(factor)
 
@@ -125,13 +126,15 @@ def rescale_factor(preprocessor_config: dict[str, Any]) -> float:
 def per_channel(
     preprocessor_config: dict[str, Any], key: str, default: tuple[float, float, float]
 ) -> NDArray[np.float32]:
-    """Return a setting that is one number, or one per channel, as float32 [channels, 1]."""
+    """Return a setting that is one number, or one per channel, as float32 [channels, 1]. Raises CheckpointError for
+    anything else, and for standard deviations of 0, by which pixels are divided."""
     value = preprocessor_config.get(key, default)
     numbers = [value] * CHANNELS if isinstance(value, int | float) else value
     if (
         not isinstance(numbers, list | tuple)
         or len(numbers) != CHANNELS
-        or not all(isinstance(number, int | float) for number in numbers)
+        or not all(isinstance(number, int | float) and abs(number) <= LARGEST for number in numbers)
+        or (key.endswith("std") and not all(numbers))
     ):
         raise CheckpointError(f"preprocessor_config.json: {key} must be {CHANNELS} numbers, not {value!r}")
     return np.array(numbers, dtype=np.float32)[:, None]

@@ -19,12 +19,20 @@ _WANTED = {int: "a positive integer below 2^31", float: "a number"}
 def setting(
     config: Mapping[str, Any], path: str, kind: type[T], default: T | None = None, file: str = "config.json"
 ) -> T:
-    """Return the value at a dotted ``path``, which must be of type ``kind``, and from 1 to ``MAX_COUNT`` if that is
-    int.
+    """Return the value at a dotted ``path``, which must be of type ``kind``: from 1 to ``MAX_COUNT`` if that is int,
+    from minus ``LARGEST`` to ``LARGEST`` if it is float.
 
     An absent or null value becomes ``default``, if there is one. Raises CheckpointError, naming ``file`` and path, for
     anything else.
     """
+    value = _of_kind(config, path, kind, default, file)
+    if isinstance(value, float) and not abs(value) <= LARGEST:  # JSON as Python reads it has NaN and infinity
+        raise _wrong(file, path, kind, value)
+    return value
+
+
+def _of_kind(config: Mapping[str, Any], path: str, kind: type[T], default: T | None, file: str = "config.json") -> T:
+    """Return what ``setting`` does, or any float."""
     value: Any = config
     for key in path.split("."):
         value = value.get(key) if isinstance(value, dict) else None
@@ -33,14 +41,18 @@ def setting(
     if kind is float and type(value) is int and abs(value) <= LARGEST:
         value = float(value)
     if not isinstance(value, kind) or (isinstance(value, int) and kind is not bool and _is_no_count(value)):
-        raise CheckpointError(f"{file}: {path} must be {_WANTED.get(kind, f'a {kind.__name__}')}, not {value!r}")
+        raise _wrong(file, path, kind, value)
     return value
+
+
+def _wrong(file: str, path: str, kind: type, value: object) -> CheckpointError:
+    return CheckpointError(f"{file}: {path} must be {_WANTED.get(kind, f'a {kind.__name__}')}, not {value!r}")
 
 
 def positive_number(settings: Mapping[str, Any], name: str, default: float | None = None) -> float:
     """Return a positive number, at most ``LARGEST`` and at least its inverse; absent and null mean ``default``. Raises
     CheckpointError for anything else."""
-    value = setting(settings, name, float, default=default)
+    value = _of_kind(settings, name, float, default)
     if not 1 / LARGEST <= value <= LARGEST:
         raise CheckpointError(f"config.json: {name} must be a positive number from 1e-30 to 1e30, not {value}")
     return value
