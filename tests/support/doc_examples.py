@@ -28,6 +28,7 @@ NOT_RUN = {
     "# on a machine with": "needs GPUs; tests/gpu runs services on them",
     "export ANTHROPIC": "a part of another program's configuration",
     'model = "demo"': "a part of another program's configuration",
+    "triptych serve MODEL --role frontend --control-port 8001 --cluster-host": "the same port of two machines",
     "scripts/setup-peers": "builds llama.cpp and downloads vLLM; tests/test_peers.py runs the comparison without them",
     "# two random images of": "needs vLLM; scripts/compat runs it, where it is installed",
     "python3 -m venv": "in a checkout; the wheel that is installed here is made of it",
@@ -140,7 +141,7 @@ class Reader:
                 running([str(self._environment.bin / "triptych"), *words[1:]], self._folder, self._variables)
             )
             if "--join" in words:
-                service.wait_for_line(r" INFO ready$")
+                service.wait_for_line(r"has this instance: ready$")
                 if "PD" in words:
                     self._ask(block)
             else:
