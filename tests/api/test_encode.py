@@ -20,6 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.support.chat import input_audio, video_part
+from tests.support.clips import clip
 from tests.support.serving import CHAT, SOON, Served, image, image_part, served, text_part, wait_for
 from tests.support.tiny import make_tiny
 from triptych.api.encode import EncodedMedia
@@ -184,6 +186,36 @@ def encoded(service: Served) -> int:
     """Items that went through the tower."""
     loops = [host for instance in service.running.instances for host in instance.loops]
     return sum(host.num_encoded for host in loops if isinstance(host, EncodeLoop))
+
+
+def test_videos_and_audio_are_encoded_in_the_order_of_the_request(hearing: Served) -> None:
+    parts = [input_audio(), text_part("x"), video_part(clip("mp4", frames=20)), image_part()]
+    with EncodeClient(hearing.url) as client:
+        sound, film, still = client.encode(*(part for part in parts if part["type"] != "text"))
+        (message,) = body(*parts)["messages"]
+        assert [one.key for one in client.encode_messages([message])] == [sound.key, film.key, still.key]
+    assert [one.type for one in (sound, film, still)] == ["audio", "video", "image"]
+    assert film.info["seconds"] > 0 < sound.info["seconds"]
+    assert "size" not in sound.info
+    assert film.grid_thw[0] > still.grid_thw[0] == 1
+    width = hearing.running.frontend.api.lifecycle.row_layout().width
+    hidden = width // 3  # two deepstack levels
+    assert {one.rows.shape[1] for one in (sound, film, still)} == {width}
+    assert film.rows[:, hidden:].any()
+    assert not sound.rows[:, hidden:].any()  # audio has no deepstack levels
+    assert sound.rows[:, :hidden].any()
+    settled(hearing)
+
+
+def test_a_refusal_leaves_the_connection_usable(guarded: Served) -> None:
+    """The body isn't looked at."""
+    large = image_part(np.random.default_rng(1).bytes(2**21))
+    with guarded.client() as client:
+        for key, status in ((PLAIN, 403), (WITH_RIGHT, 200), (PLAIN, 403)):
+            part = large if status == 403 else image_part()
+            response = client.post(PATH, json=body(part), headers={"authorization": f"Bearer {key}"})
+            assert response.status_code == status
+    settled(guarded)
 
 
 def test_media_with_a_uuid_are_remembered(service: Served) -> None:
