@@ -48,19 +48,20 @@ static void *packed(const float *weights, int64_t outputs, int64_t inputs, int k
 }
 
 /* Packs weights of magnitude 7 or less as _in_panels of triptych/layers/int4.py, in groups of 32, with scales of 1. */
-static void *packed_int4(const float *weights, int64_t outputs, int64_t inputs, int has_zeros) {
-    int64_t rows = int4_outputs, groups = (inputs + 31) / 32, bytes = rows * (16 + 2 + has_zeros);
+static void *packed_int4(const float *weights, int64_t outputs, int64_t inputs, int zeros) {
+    int64_t rows = int4_outputs, groups = (inputs + 31) / 32, bytes = rows * (16 + 2 + zeros);
     int64_t size = (outputs + rows - 1) / rows * groups * bytes;
     unsigned char *made = aligned_alloc(64, (size + 63) / 64 * 64);
     memset(made, 0, size);
     for (int64_t at = 0; at < outputs * groups * 32; at++) {
         int64_t output = at / (groups * 32), input = at % (groups * 32), row = output % rows;
-        int zero = 8 - output % 2 * has_zeros;
+        int zero = 8 - output % 2 * (zeros != MIDDLE);
         unsigned char *group = made + (output / rows * groups + input / 32) * bytes, *scales = group + 16 * rows;
         int level = zero + (input < inputs ? weights[output * inputs + input] : 0);
         group[input % 32 / 8 * 4 * rows + 4 * row + input % 8 / 2] |= level << input % 2 * 4;
         ((_Float16 *)scales)[row] = 1;
-        if (has_zeros) scales[2 * rows + row] = zero;
+        if (zeros == ZEROS) scales[2 * rows + row] = zero;
+        if (zeros == OFFSETS) ((_Float16 *)scales)[rows + row] = -zero;
     }
     return made;
 }
@@ -68,12 +69,12 @@ static void *packed_int4(const float *weights, int64_t outputs, int64_t inputs, 
 static void check_products(int kind, const char *name, int64_t outputs, int64_t inputs, int64_t tokens) {
     float weights[outputs * inputs], input[tokens * inputs], output[tokens * outputs], bias[outputs], scales[outputs];
     for (int64_t i = 0; i < outputs * inputs; i++) weights[i] = whole(kind == INT4 ? 7 : 127);
-    for (int64_t i = 0; i < tokens * inputs; i++) input[i] = i % inputs ? whole(127) : 127; /* so that int8 is exact */
+    for (int64_t i = 0; i < tokens * inputs; i++) input[i] = i % inputs % 32 ? whole(127) : 127; /* so that int8 is exact */
     for (int64_t i = 0; i < outputs; i++) bias[i] = whole(50), scales[i] = 1;
-    int has_zeros = tokens % 3 == 0;
-    void *panels = kind == INT4 ? packed_int4(weights, outputs, inputs, has_zeros)
+    int zeros = tokens % 3;
+    void *panels = kind == INT4 ? packed_int4(weights, outputs, inputs, zeros)
                                 : packed(weights, outputs, inputs, kind);
-    Linear layer = {panels, scales, bias, inputs, outputs, kind, 32, has_zeros};
+    Linear layer = {panels, scales, bias, inputs, outputs, kind, 32, zeros};
     expect(linear(&layer, input, inputs, output, tokens), "memory", 0, 1);
     for (int64_t token = 0; token < tokens; token++)
         for (int64_t row = 0; row < outputs; row++) {
@@ -104,8 +105,8 @@ static void check_fused(int kind, const char *name, int64_t tokens, int threads)
     for (int i = 0; i < INPUTS; i++) by[i] = whole(8) / 8;
     for (int i = 0; i < MOST * ROWS; i++) added[i] = whole(50) / 7;
     for (int i = 0; i < ROWS; i++) scales[i] = 1;
-    void *panels = kind == INT4 ? packed_int4(weights, ROWS, INPUTS, 1) : packed(weights, ROWS, INPUTS, kind);
-    Linear layer = {panels, scales, NULL, INPUTS, ROWS, kind, 32, 1};
+    void *panels = kind == INT4 ? packed_int4(weights, ROWS, INPUTS, OFFSETS) : packed(weights, ROWS, INPUTS, kind);
+    Linear layer = {panels, scales, NULL, INPUTS, ROWS, kind, 32, OFFSETS};
     Norm rms = {by, NULL, 1e-5f}, centred = {by, by, 1e-5f};
     Activation silu = {SILU}, clamped = {CLAMPED, 1.5f, 1.7f};
     Input inputs[] = {
