@@ -30,11 +30,14 @@ from tests.support.stored_formats import AWQ, FORMATS, GPTQ, awq, but, fp8, gptq
 from tests.support.tiny import make_tiny
 from triptych.checkpoint.outline import META, StoredOutline
 from triptych.checkpoint.reader import Checkpoint
-from triptych.errors import CheckpointError
+from triptych.config import EngineConfig
+from triptych.errors import CheckpointError, ConfigError
 from triptych.layers import native
 from triptych.layers.linear import WEIGHT_FORMATS, ConcatenatedLinear, PackedLinear, PlainFormat
+from triptych.layers.parallel import SINGLE_RANK
 from triptych.layers.products import WeightKind
 from triptych.layers.stored.reader import StoredReader
+from triptych.server.model_bundle import ModelBundle
 
 CPU = torch.device("cpu")
 FP32 = PlainFormat(torch.float32)
@@ -179,6 +182,35 @@ def test_what_the_kernels_take_stays_as_it_is(tmp_path: Path, name: str) -> None
     tokens = torch.randn(5, 96)
     error = (ours(tokens) - expected(tokens)).norm() / expected(tokens).norm()
     assert error < (1e-5 if kind == WeightKind.FLOAT else 0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "kinds"),
+    [
+        ("modelopt", "int8", ["int8", "int8"]),
+        ("fp8, blocks", "int4", ["int4", "int4"]),
+        ("mixed-precision", "int4", ["int8", "int4"]),
+        ("mixed-precision", "int8", ["int8", "int8"]),
+        ("mixed-precision", "none", ["int8", "float"]),
+        ("awq", "int8", None),
+    ],
+)
+def test_what_is_dequantized_has_the_format_of_the_settings(
+    tmp_path: Path, name: str, quantization: str, kinds: list[str] | None
+) -> None:
+    if native.library() is None:
+        pytest.skip("there are no compiled kernels")
+    one = FORMATS[name]
+    stored, _ = quantized_pair(make_tiny(tmp_path / "source", "qwen2_5_vl"), tmp_path, one.section, one.encode)
+    engine = EngineConfig(device="cpu", quantization=quantization)
+    if kinds is None:
+        with pytest.raises(ConfigError, match=f"--quantization {quantization}: .* quantized already, to int4"):
+            ModelBundle(Checkpoint(stored), engine)
+        return
+    layer = layers_of(ModelBundle(Checkpoint(stored), engine).load_decoder(SINGLE_RANK))[1]
+    quantized = {WeightKind.INT8: "int8", WeightKind.INT4: "int4"}
+    found = [linear.product.operands.kind for linear in (layer.mixer.output, layer.mlp.down)]
+    assert [quantized.get(kind, "float") for kind in found] == kinds
 
 
 LAYER = "model.layers.1.mlp.down_proj"

@@ -69,13 +69,14 @@ def weight_format(
     format that the device or the checkpoint doesn't support.
     """
     plain, quantization = _dtype_format(engine.dtype, device, tensors), engine.quantization
+    chosen = _quantized("--quantization", quantization, plain, device)
     kept = () if stored is None else stored.kept_as
-    if not kept:
-        return _quantized("--quantization", quantization, plain, device)
+    if stored is None or not kept:
+        return chosen
     name = " and ".join(kept)
-    if quantization not in ("none", *kept):
+    if quantization not in ("none", *kept) and not stored.has_dequantized:
         raise ConfigError(f"--quantization {quantization}: the checkpoint's weights are quantized already, to {name}")
-    return plain.keeping(name) if isinstance(plain, PackedFormat) else plain
+    return chosen.keeping(name) if isinstance(chosen, PackedFormat) else chosen
 
 
 def tower_format(engine: EngineConfig, device: torch.device, tensors: Mapping[str, TensorInfo]) -> WeightFormat:

@@ -166,11 +166,13 @@ class PackedFormat:
     high_precision_dtype: str
     activations: torch.dtype = torch.float32
     bf16_attention: bool = False
+    other_dtype: str = ""
+    """Name of the format of layers that don't stay as they are stored, if some do."""
 
     def keeping(self, stored: str) -> "PackedFormat":
         """Return this format for a checkpoint with quantized layers that stay as they are, in the format ``stored``;
         others are stored in this one."""
-        return replace(self, linear_dtype=stored)
+        return replace(self, linear_dtype=stored, other_dtype=self.linear_dtype)
 
     def beside(self, plain: "PackedFormat") -> "PackedFormat":
         """Return this format with attention, and layers that it doesn't quantize, as in ``plain``."""

@@ -39,11 +39,9 @@ class MeasuringFormat:
         return self.measured.bf16_attention
 
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
-        one = self.measured
-        # one that keeps weights as they are stored is named after them, and has others as it has the head
-        quantizes = isinstance(one, PackedFormat) and one.pack_linear is not one.pack_high_precision
-        name = one.linear_dtype if quantizes else one.high_precision_dtype
-        return self._made(weight.shape, BITS[name] / 8 * weight.numel(), device)
+        kept = isinstance(self.measured, PackedFormat) and self.measured.other_dtype
+        name = kept or self.linear_dtype
+        return self._made(weight.shape, BITS.get(name, 16.0) / 8 * weight.numel(), device)
 
     def high_precision(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         return self._made(weight.shape, BITS[self.high_precision_dtype] / 8 * weight.numel(), device)

@@ -55,6 +55,11 @@ class StoredFormats:
         return tuple(dict.fromkeys(one.kept_as for one in self.formats if one.kept_as is not None))
 
     @property
+    def has_dequantized(self) -> bool:
+        """Whether CPUs dequantize some of the formats' weights when they are loaded."""
+        return any(one.kept_as is None for one in self.formats)
+
+    @property
     def described(self) -> str:
         """The formats in words, for people."""
         words = "; ".join(one.described for one in self.formats)
