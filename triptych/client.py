@@ -3,7 +3,7 @@
 ::
 
     with EncodeClient("http://127.0.0.1:8000", key) as client:
-        (item,) = client.encode("cat.png")
+        (item,) = client.encode(Path("cat.png"))
     part = vllm_part(item)  # for a vLLM that was started with --enable-mm-embeds
 
 Needs httpx and numpy alone.
