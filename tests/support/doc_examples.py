@@ -34,6 +34,7 @@ NOT_RUN = {
     "python3 -m venv": "in a checkout; the wheel that is installed here is made of it",
     "pip wheel": "in a checkout, as above",
     ">>> /image": "no command: what is typed into a chat",
+    "triptych top": "for services elsewhere, and jq; tests/cli runs it",
     "triptych pull": "needs the Hub; tests/test_hub.py has a server of its kind",
     "vllm serve": "a command of another project, beside ours",
     "# prometheus.yml": "a part of another program's configuration",
