@@ -77,7 +77,8 @@ def write_checkpoint(folder: Path, stored: Stored | None) -> Path:
     tensors: dict[str, Tensor] = {}
     for name, shape in SHAPES.items():
         weight = torch.randn(shape) * 0.02
-        encoded = {"weight": weight.bfloat16()} if stored is None else stored.encode(name, weight)[0]  # type: ignore[index]
+        found = None if stored is None else stored.encode(name, weight)
+        encoded = {"weight": weight.bfloat16()} if found is None else found[0]
         for layer in range(LAYERS):
             tensors |= {f"model.layers.{layer}.{name}.{kind}": one.contiguous() for kind, one in encoded.items()}
     for layer in range(LAYERS):
