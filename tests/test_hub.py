@@ -141,7 +141,7 @@ def test_without_a_connection_the_cache_is_used(hub: Hub, monkeypatch: pytest.Mo
     ("change", "says"),
     [
         ({"model_type": "bert"}, "model_type 'bert' is not served"),
-        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes' is not"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "load_in_4bit None is not served"),
     ],
 )
 def test_what_is_not_served_is_refused_before_weights(
