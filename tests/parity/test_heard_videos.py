@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.audio_cases import RATE, Hears, audio_part, noise
+from tests.support.audio_cases import RATE, Hears, audio_part, filmed, heard, noise
 from tests.support.clips import clip
 from tests.support.families import HEARD_VIDEOS
 from tests.support.harness import FLOAT32, Messages, running
@@ -24,15 +24,6 @@ from triptych.config import EncodeConfig
 from triptych.messages.codec import Message
 from triptych.messages.work import Encode, EncodeFailed
 from triptych.types import Address, FrameSampling, TransferId
-
-
-def heard(data: bytes, **options: Any) -> dict[str, Any]:
-    return video_part(data, use_audio=True, **SMALL, **options)
-
-
-def filmed(container: str, frames: int, seconds: float, seed: int, rate: int = 48_000, **options: Any) -> bytes:
-    return clip(container, frames=frames, seed=seed, sound=noise(seconds, seed, rate), sound_rate=rate, **options)
-
 
 CASES: dict[str, Messages] = {
     "mp4": user(heard(filmed("mp4", 50, 5.0, 1)), "What happens?"),

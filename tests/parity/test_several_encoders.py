@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parity.test_heard_videos import filmed, heard
-from tests.support.audio_cases import audio_part, noise
+from tests.support.audio_cases import audio_part, filmed, heard, noise
 from tests.support.clips import clip
 from tests.support.harness import FLOAT32, Messages, Running, running
 from tests.support.sounds import sound

@@ -34,6 +34,16 @@ def audio_part(data: bytes) -> dict[str, Any]:
     return {"type": "audio", "data": data}
 
 
+def heard(data: bytes, **options: Any) -> dict[str, Any]:
+    """A video whose sound is heard, too."""
+    return video_part(data, use_audio=True, **SMALL, **options)
+
+
+def filmed(container: str, frames: int, seconds: float, seed: int, rate: int = 48_000, **options: Any) -> bytes:
+    """A video with its sound."""
+    return clip(container, frames=frames, seed=seed, sound=noise(seconds, seed, rate), sound_rate=rate, **options)
+
+
 CASES: dict[str, Messages] = {
     "a second": user(audio_part(sound("wav", noise(1.0, 1))), "What is it?"),
     "less than a second": user("Hear: ", audio_part(sound("flac", noise(0.37, 2)))),
