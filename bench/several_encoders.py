@@ -6,18 +6,17 @@ and made by one.
 
 Instances have one thread each, so a machine needs a core for each of them and one for the frontend. Checkpoints are
 made with random weights: the tower of ``bench.make_checkpoint``'s ``mid``, and InternVL's with tiles of 448 pixels,
-before small decoders. Both ways are one service's; the frontend, in this process, is told what a section must be worth:
-nothing, or more than any item has. Requests alternate, and each has its own media, so that no cache helps. A time goes
-from the end of planning to the landing of the last row, as the request's timeline has them.
+before small decoders. A service with one encode instance and one with several get requests in turns; each has its own
+media, so that no cache helps. A time goes from the end of planning to the landing of the last row, as the request's
+timeline has them.
 
-``--sweep`` asks about short videos instead: where the two ways take equally long, dividing begins to pay. That is
-where ``SECTION_SECONDS`` of ``triptych/router/division.py`` comes from: half of the seconds of encoding of that video.
+``--sweep`` asks about short videos instead, divided whatever they cost. Where both services take equally long, dividing
+begins to pay; ``SECTION_SECONDS`` of ``triptych/router/division.py`` should be half of that video's encoding.
 """
 
 import argparse
 import asyncio
 import base64
-import math
 import multiprocessing
 import statistics
 import tempfile
@@ -43,8 +42,6 @@ START_TIMEOUT = 120.0
 HEARTBEATS = 3.0
 """Seconds after the first requests, in which heartbeats bring what the towers' pace is."""
 MODEL = "m"
-WAYS = {"one": math.inf, "several": 0.0}
-"""What a section must be worth, in seconds of encoding."""
 
 
 @dataclass(frozen=True)
@@ -133,16 +130,15 @@ class Running:
     client: httpx.AsyncClient
     asked: int = 0
 
-    async def seconds(self, case: Case, way: str) -> tuple[float, list[str]]:
+    async def seconds(self, case: Case) -> tuple[float, list[str]]:
         """Ask once. Return the time to the last row, and the instances that encoded."""
-        division.SECTION_SECONDS = WAYS[way]
         self.asked += 1
         body = request_body(MODEL, Load(0, text_length=16, output_tokens=1), self.asked)
         body["messages"][0]["content"][:0] = case.media(self.asked)
         sample = await ask(self.client, body)
         if sample.error:
             raise SystemExit(sample.error)
-        return last_row(sample), sorted({row["engine"] for row in sample.timeline if row["stage"] == "encode"})
+        return last_row(sample), sorted({row["instance"] for row in sample.timeline if row["stage"] == "encode"})
 
 
 def last_row(sample: Sample) -> float:
@@ -177,35 +173,39 @@ async def start(stack: AsyncExitStack, folder: Path, encoders: int) -> Running:
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of each case."""
+    if options.sweep:
+        division.SECTION_SECONDS = 0.0
     cases = {name: case for name, case in (SWEEP if options.sweep else CASES).items() if name in options.cases}
     found: dict[str, Any] = {}
     for checkpoint in dict.fromkeys(case.checkpoint for case in cases.values()):
         with tempfile.TemporaryDirectory() as folder:
             MAKE[checkpoint](Path(folder))
             async with AsyncExitStack() as stack:
-                service = await start(stack, Path(folder), options.encoders)
+                numbers = {"one": 1, "several": options.encoders}
+                services = {way: await start(stack, Path(folder), number) for way, number in numbers.items()}
                 for name, case in cases.items():
                     if case.checkpoint == checkpoint:
-                        found[name] = await measure_case(service, case, options.rounds)
+                        found[name] = await measure_case(services, case, options.rounds)
     return {"machine": machine(), "encoders": options.encoders, "rounds": options.rounds, "cases": found}
 
 
-async def measure_case(service: Running, case: Case, rounds: int) -> dict[str, Any]:
-    """Return one case's seconds in both ways, and their ratio, after a request that isn't counted."""
-    await service.seconds(case, "several")
+async def measure_case(services: dict[str, Running], case: Case, rounds: int) -> dict[str, Any]:
+    """Return one case's seconds in both services, and their ratio, after a request to each that isn't counted."""
+    for service in services.values():
+        await service.seconds(case)
     await asyncio.sleep(HEARTBEATS)
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    engines: dict[str, list[str]] = {}
+    seconds: dict[str, list[float]] = {way: [] for way in services}
+    instances: dict[str, list[str]] = {}
     for _ in range(rounds):
         for way, times in seconds.items():
-            taken, engines[way] = await service.seconds(case, way)
+            taken, instances[way] = await services[way].seconds(case)
             times.append(round(taken, 3))
     medians = {way: statistics.median(times) for way, times in seconds.items()}
     return {
         "seconds": medians,
         "ratio": round(medians["several"] / medians["one"], 3),
         "raw": seconds,
-        "encoded_by": engines,
+        "encoded_by": instances,
     }
 
 
