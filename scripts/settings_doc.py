@@ -8,7 +8,7 @@ import inspect
 from typing import Any
 
 from scripts.generated import DOCS, table, with_region
-from triptych.config import CONFIG_GROUPS, public_fields, spellings
+from triptych.config import CONFIG_GROUPS, flag, public_fields, spellings
 
 PAGE = DOCS / "settings.md"
 HEAD = ["flag", "default", "meaning", "allowed"]
@@ -28,9 +28,10 @@ def _group(group: type[Any]) -> str:
 
 
 def _row(item: dataclasses.Field[Any]) -> list[str]:
-    flags = f"`{spellings(item.name)[0]}`" + (
-        f", `--no-{_dashed(item.name)}`" if isinstance(item.default, bool) else ""
-    )
+    if isinstance(item.default, bool):
+        flags = f"`{flag(item.name)}`, `--no-{_dashed(item.name)}`"
+    else:
+        flags = f"`{spellings(item.name)[0]}`"
     return [flags, _default(item), item.metadata["help"], _allowed(item)]
 
 
