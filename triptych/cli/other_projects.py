@@ -7,7 +7,7 @@ _SPECULATION = "there is no speculative decoding: leave it out"
 _IN_REQUESTS = "requests have it as a field: give it there"
 _ALWAYS = "this is always so: leave it out"
 _OFFLOADING = "a model is on one device as a whole: choose it with --device"
-_POOLING = "models generate text: there are no embeddings, scores or classes"
+_POOLING = "models generate text: there are no embeddings of texts, scores or classes"
 _LOGS = "use --log-level, or --enable-log-requests for a line of each request"
 
 _TABLE = {
@@ -44,7 +44,8 @@ _TABLE = {
     "max_num_queued_reqs max_queued_requests": "use --max-queue, which counts running requests, too",
     "chunked_prefill_size batch_size b ubatch_size ub max_prefill_tokens max_num_partial_prefills": "use "
     "--max-num-batched-tokens: decodes first, then prefill chunks",
-    "enable_chunked_prefill cont_batching cb enable_mixed_chunk async_scheduling jinja enable_mm_embeds": _ALWAYS,
+    "enable_chunked_prefill cont_batching cb enable_mixed_chunk async_scheduling jinja": _ALWAYS,
+    "enable_mm_embeds": "prompts take media, not their embeddings, which /v1/encode gives: leave it out",
     "enable_auto_tool_choice": "tools are taken whenever a request has some: leave it out",
     "scheduling_policy schedule_policy schedule_conservativeness": "capacity is shared by work served per client, and "
     "requests have a priority: leave it out",
