@@ -2,7 +2,7 @@
 it would hold if pages behind sliding windows weren't freed.
 
     python -m bench.context_memory --out bench/results/context-memory.json --markdown context-memory.md \\
-        --plot docs/pictures/context-memory.png
+        --plot context-memory.png
 
 The models are those of ``bench/backbone_checkpoints.py``, without weights: pages are what the engine's own bookkeeping
 hands out while a prompt is computed in steps, right after a step got its pages. So figures don't depend on the machine.
