@@ -33,7 +33,7 @@ def kinds(*bases: type[TriptychError]) -> list[type[TriptychError]]:
 
 def _answer(kind: type[TriptychError]) -> list[str]:
     error = kind("")
-    status = f"{status_of(error).value}" + (" + Retry-After" if headers_of(error) else "")
+    status = f"{status_of(error).value}" + (" + Retry-After" if "Retry-After" in headers_of(error) else "")
     return [f"`{body_of(error)['error']['code']}`", status, *_said(kind)]
 
 
