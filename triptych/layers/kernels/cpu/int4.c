@@ -77,8 +77,8 @@ typedef struct {
     int64_t row;           /* bytes of a rounded token */
 } Shape;
 
-/* What a rounded token has of a block: its inputs' scale and their sum, as they are rounded, and what the sums of q * input
- * exceed those of the weights by for each unit of zero or, if all are 8, in total: to be added, so negative. */
+/* What a rounded token has of a block: its inputs' scale, their sum as they are rounded, and ``excess``, which is added to
+ * the sums of q * input: minus the sum of rounded inputs, to be multiplied by zeros, or times 8 if all zeros are 8. */
 typedef struct {
     float scale, sum;
     int32_t excess;

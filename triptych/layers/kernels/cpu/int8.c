@@ -34,7 +34,7 @@ inlined ints dot(ints sum, ints weights, ints four) { return add_products(sum, w
 inlined ints dot(ints sum, ints weights, ints four) { return sum + sums_of_pairs(products_of_bytes(weights, four)); }
 #else
 #define UNSIGNED 0
-#define LARGEST_PAIR 0 /* any: 16 bits hold 2 * 127 * 127 */
+#define LARGEST_PAIR 0 /* any: 16 bits hold 2 * 128 * 127; stored weights may be -128 */
 inlined ints dot(ints sum, ints weights, ints four) {
     halves pairs = ((halves)weights << 8 >> 8) * ((halves)four << 8 >> 8) + ((halves)weights >> 8) * ((halves)four >> 8);
     return sum + ((ints)pairs << 16 >> 16) + ((ints)pairs >> 16);

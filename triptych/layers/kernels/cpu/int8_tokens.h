@@ -1,5 +1,5 @@
-/* What products with quantized weights share: tokens are quantized to int8, each with its own scale, and instructions
- * multiply their bytes by those of weights. */
+/* What products with quantized weights share: tokens are quantized to int8, each with its own scale or, beside
+ * weights in 4 bits, with one for each block of inputs, and instructions multiply their bytes by those of weights. */
 #pragma once
 #include "panels.h"
 
