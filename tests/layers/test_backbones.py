@@ -325,19 +325,6 @@ def test_longrope_has_frequencies_for_each_length() -> None:
             torch.testing.assert_close(one[:, 0, rotated], other[0], rtol=0, atol=1e-5)
 
 
-def test_mxfp4_is_refused(folder: Folder, tmp_path: Path) -> None:
-    """Experts as gpt-oss is published."""
-    path = folder("gpt_oss", "published")
-    config = json.loads((path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
-    weights = load_file(path / "model.safetensors")
-    experts = {name: weights.pop(name) for name in list(weights) if ".experts." in name}
-    blocks = {f"{name}_blocks": torch.zeros(1, dtype=torch.uint8) for name in experts}
-    save_file(weights | blocks, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="quant_method 'mxfp4' is not served"):
-        load_adapter(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
-
-
 def test_fp8_without_scales_is_refused(folder: Folder, tmp_path: Path) -> None:
     """The config of DeepSeek-V3 as published, with weights that it doesn't describe."""
     path = folder("deepseek_v3", "published")

@@ -166,6 +166,7 @@ def test_attention_bias(tmp_path: Path) -> None:
         "model.language_model.layers.1.mlp.up_proj.weight",
         "model.language_model.layers.2.mlp.experts.down_proj",
         "model.language_model.layers.0.mlp.experts.down_proj",
+        "model.language_model.layers.2.mlp.experts.gate_up_proj",
         "model.visual.merger.norm.bias",
     ],
 )

@@ -44,7 +44,9 @@ def _stacked(spec: MoESpec, reader: WeightReader, prefix: str, hidden_size: int)
     part = ShardedDimension(width).part(reader.group)
     gate_up, down = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
     # One of the two may be square, which doesn't tell the layouts apart, but never both.
-    found = tuple(reader.shape(name) if reader.has(name) else () for name in (gate_up, down))
+    # One that isn't there at all is refused here, by its name; a quantized one may have other tensors instead.
+    has_others = [reader.stored.has_stack(name) and not reader.has(name) for name in (gate_up, down)]
+    found = tuple(() if other else reader.shape(name) for name, other in zip((gate_up, down), has_others, strict=True))
     transposed = found == ((experts, hidden_size, 2 * width), (experts, width, hidden_size))
 
     def biases(name: str, outputs: int) -> list[Tensor | None]:
