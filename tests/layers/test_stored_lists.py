@@ -44,6 +44,8 @@ def found(section: dict[str, Any], *, dense: str = "") -> str:
         {"exclude_modules": ["*visual*", "lm_head", "*mlp.gate"]},
         {"dynamic": {"-:.*visual.*": {}, r"+:.*down_proj": {"bits": 8}}},
         {"llm_int8_skip_modules": ["lm_head", 7]},
+        {"ignore": ["lm_head", r"re:.*(visual|vision)+.*", r"re:^model\..*\.layers\..*\.(mlp|ffn)?\.gate$"]},
+        {"exclude_modules": ["*visual*", "lm_head", "*.layers.[0-9].mlp.g?te", "*.mlp.[!gd]*"]},
     ],
 )
 def test_lists_that_agree_in_other_words(section: dict[str, Any]) -> None:
@@ -57,6 +59,8 @@ def test_lists_that_agree_in_other_words(section: dict[str, Any]) -> None:
         {"modules_to_not_convert": [f"language_model.model.layers.{number}.mlp.down_proj" for number in range(3)]},
         {"ignore": [r"re:model\.layers\.\d+\.mlp\.down_proj", r"re:language_model\.model\..*down_proj"]},
         {"exclude_modules": ["*.down_proj"]},
+        {"exclude_modules": ["*.layers.[0-9].mlp.d?wn_p*"]},
+        {"ignore": [r"re:^.*\.(mlp|ffn)+\..*(up|down)?n_proj.*$", "re:x(a|a)*"]},
         {"dynamic": {"-:.*down_proj": {}}},
     ],
 )
@@ -76,12 +80,25 @@ def test_modules_that_are_not_quantized_against_the_list() -> None:
 
 @pytest.mark.parametrize(
     "pattern",
-    ["re:(a+)+$", "re:(.*)*b", "re:.*.*.*.*x", "re:(?P<", "re:[", "re:" + "a" * 10**6, r"re:(a|a)*\1", "*a" * 90],
+    [
+        *("re:(a+)+$", "re:(.*)*b", "re:.*.*.*.*x", "re:(?P<", "re:[", "re:" + "a" * 10**6, r"re:(a|a)*\1", "*a" * 90),
+        *("re:.*" + "(a|a)" * 38 + "b", "re:.*" + "a?" * 60 + "a" * 60 + "b", "re:.*(a|a|a|a|a|a|a)*(aa|a|a)*b"),
+        *("re:((((((a{99}){99}){99}){99}){99}){99}){99}", r"re:(\w{1,99}){1,99}!", "re:" + r"\w" * 90 + "!"),
+        *("re:\ud800*", "re:(?x)a #", "re:a)|(b", "re:" + "(" * 190),
+    ],
 )
 def test_patterns_that_take_long_or_are_none(pattern: str) -> None:
     names = [f"model.{'a' * 150}{number}.qweight" for number in range(3000)]
     begun = time.monotonic()
     disagreements({"ignore": [pattern]}, names, MARKERS)
+    assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize("pattern", ["re:.*a.*(b|c)?d{}", "*a*b?c*{}"])
+def test_many_patterns_take_little_time(pattern: str) -> None:
+    names = [f"model.{'a' * 150}{number}.qweight" for number in range(3000)]
+    begun = time.monotonic()
+    disagreements({"ignore": [pattern.format(number) for number in range(100_000)]}, names, MARKERS)
     assert time.monotonic() - begun < 10
 
 

@@ -1,10 +1,8 @@
 """Compares a config's lists of modules that are quantized, or aren't, with what the checkpoint holds, which decides.
 Libraries name modules as different versions of transformers do, and abbreviate them in several ways."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import takewhile
 from time import monotonic
 
@@ -17,9 +15,8 @@ NOT = "-:"
 """What regular expressions for such modules begin with in ``dynamic`` of GPTQ."""
 RENAMED = (("model.language_model.", "language_model.model."), ("model.visual.", "visual."), ("model.", ""))
 """Beginnings of names that depend on the version of transformers."""
-SAFE = re.compile(r"(?:[\w/:,-]|\\[.dw]|\.|\[[\w^-]+\]|[()|?^$]|(?<=[\w.\]])[*+])*")
-"""Regular expressions whose time is bounded if they have few repetitions, and none of a group."""
-MOST_REPETITIONS = 3
+SHELL = str.maketrans({".": r"\.", "*": ".*", "?": ".", "!": "^"})
+"""Makes a regular expression of a shell's pattern; ``!`` occurs in sets alone."""
 LONGEST = 200
 """Characters of a pattern, and of a name, that are compared."""
 SECONDS = 1.0
@@ -80,38 +77,38 @@ def _patterns(section: Section) -> Iterator[str]:
 def _matcher(patterns: Iterable[str]) -> Callable[[str], bool] | None:
     """Return what says whether one of the patterns is for a module; None if a pattern isn't understood."""
     names: set[str] = set()
-    shell: list[str] = []
-    regular: list[re.Pattern[str]] = []
+    regular: list[str] = []
     for pattern in patterns:
         if len(pattern) > LONGEST:
             return None
         if pattern.startswith("re:"):
-            if (compiled := _compiled(pattern.removeprefix("re:"))) is None:
-                return None
-            regular.append(compiled)
+            regular.append(pattern.removeprefix("re:"))
         elif "*" in pattern:
-            shell.append(pattern)
+            regular.append(pattern.translate(SHELL) + r"(?:\..*)?$")
         else:
             names.add(pattern.strip("."))
+    if (begins := _compiled(regular)) is None:
+        return None
 
     def matches(module: str) -> bool:
         return len(module) <= LONGEST and any(
-            any(part in names for part in _parts(name))
-            or any(fnmatchcase(name, one) or fnmatchcase(name, f"{one}.*") for one in shell)
-            or any(one.match(name) for one in regular)
-            for name in _spelled(module)
+            any(part in names for part in _parts(name)) or begins(name) for name in _spelled(module)
         )
 
     return matches
 
 
-def _compiled(pattern: str) -> re.Pattern[str] | None:
-    """Return a regular expression, None for one that is invalid or may take long."""
-    if not SAFE.fullmatch(pattern) or sum(map(pattern.count, "*+")) > MOST_REPETITIONS:
-        return None
+def _compiled(patterns: Sequence[str]) -> Callable[[str], bool] | None:
+    """Return what says whether a text begins as one of the regular expressions says; None if one is invalid."""
+    from pydantic_core import SchemaError, SchemaValidator, core_schema
+
+    if not patterns:
+        return lambda _: False
+    # Rust's, which don't backtrack: time is linear in the text, and the size of all together is bounded.
+    whole = "|".join(f"(?:{one})" for one in patterns)
     try:
-        return re.compile(pattern)
-    except re.error:
+        return SchemaValidator(core_schema.str_schema(pattern=f"^(?:{whole})")).isinstance_python
+    except SchemaError:
         return None
 
 
