@@ -16,6 +16,9 @@ from triptych.layers.grouped_weight import (
     quantize_with_offsets,
 )
 from triptych.layers.int4 import grouped_product, int4_product
+from triptych.layers.linear import QUANTIZED_FORMATS
+from triptych.layers.stored.memory import MeasuringFormat
+from triptych.layers.stored.pack_quantized import stored_tensors
 
 SHAPES = [(64, 64), (41, 37), (5, 3), (1, 1), (100, 1024), (33, 1030)]
 """[out, in]: whole and partial panels, groups and words."""
@@ -232,6 +235,37 @@ class TestQuantization:
         for kind in KINDS:
             found = grouped_product(quantized(weight, kind), None)(torch.randn(1, 64))
             assert found.isnan().tolist() == [[row == 2 for row in range(6)]]
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_smaller_groups_are_the_same_weight(self, kind: str) -> None:
+        weight = random_weight((20, 300), 128, kind)
+        for part in (slice(0, 64), slice(32, 300), slice(192, 256)):
+            found = weight.columns(part)
+            assert found.group < 128
+            assert torch.equal(found.dequantized(), weight.dequantized()[:, part])
+
+    def test_weights_with_offsets_are_not_concatenated_with_others(self) -> None:
+        pair = [random_weight((8, 64), 32, kind) for kind in ("offsets", "middle")]
+        for weights in (pair, pair[::-1]):
+            with pytest.raises(ValueError, match="weights with offsets can't be concatenated with others"):
+                concatenate_grouped(weights)
+
+    def test_weights_with_offsets_have_no_stored_form(self) -> None:
+        with pytest.raises(ValueError, match="pack-quantized has no offsets"):
+            stored_tensors(random_weight((8, 64), 32, "offsets"), torch.bfloat16)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_memory_is_measured_as_it_is_taken(self, kind: str) -> None:
+        dense = torch.randn(64, 96)
+        weight = quantized(dense, kind)
+        tensors = (weight.words, weight.scales, weight.zeros, weight.offsets)
+        taken = sum(one.nbytes for one in tensors if one is not None)
+        measuring = MeasuringFormat(QUANTIZED_FORMATS["int4"])
+        measuring.grouped(weight, None, torch.device("cpu"))
+        assert measuring.num_bytes == taken
+        if kind == "offsets":  # of weights that are quantized when they are loaded
+            measuring.linear(dense, None, torch.device("cpu"))
+            assert measuring.num_bytes == 2 * taken
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_parts_are_parts_of_the_whole(self, kind: str) -> None:

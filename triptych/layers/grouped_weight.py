@@ -88,7 +88,8 @@ class GroupedWeight:
             return values.repeat_interleave(self.group // size, dim=1)[:, :groups]
 
         zeros = None if self.zeros is None else repeated(self.zeros)
-        return replace(self, scales=repeated(self.scales), zeros=zeros, group=size)
+        offsets = None if self.offsets is None else repeated(self.offsets)
+        return replace(self, scales=repeated(self.scales), zeros=zeros, group=size, offsets=offsets)
 
     def dequantized(self) -> Tensor:
         """Return W in float32."""
@@ -130,18 +131,20 @@ def unpacked(words: Tensor) -> Tensor:
 
 
 def concatenate_grouped(weights: Sequence[GroupedWeight]) -> GroupedWeight:
-    """Concatenate the outputs of weights with the same inputs and groups, all or none of them with offsets. If some
-    have zero points, all get them."""
+    """Concatenate the outputs of weights with the same inputs and groups. If some have zero points, all get them.
+    Raises ValueError unless all or none have offsets."""
     first = weights[0]
     if len(weights) == 1:
         return first
+    offsets = [one.offsets for one in weights if one.offsets is not None]
+    if offsets and len(offsets) < len(weights):
+        raise ValueError("weights with offsets can't be concatenated with others")
     zeros = None
     if any(one.zeros is not None for one in weights):
         middle = torch.tensor(MIDDLE, dtype=torch.uint8, device=first.scales.device)
         zeros = torch.cat([middle.expand(one.scales.shape) if one.zeros is None else one.zeros for one in weights])
     words, scales = torch.cat([one.words for one in weights]), torch.cat([one.scales for one in weights])
-    offsets = None if first.offsets is None else torch.cat([one.offsets for one in weights if one.offsets is not None])
-    return GroupedWeight(words, scales, zeros, first.inputs, first.group, offsets)
+    return GroupedWeight(words, scales, zeros, first.inputs, first.group, torch.cat(offsets) if offsets else None)
 
 
 def quantize_with_offsets(weight: Tensor) -> GroupedWeight:

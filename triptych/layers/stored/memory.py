@@ -9,7 +9,7 @@ from triptych.layers.grouped_weight import DEFAULT_GROUP, GroupedWeight
 from triptych.layers.int8 import Int8Weight
 from triptych.layers.linear import Linear, LMHead, PackedFormat, PlainLinear, WeightFormat
 
-BITS = {"float32": 32.0, "float16": 16.0, "bfloat16": 16.0, "int8": 8.0, "int4": 4 + 16 / DEFAULT_GROUP}
+BITS = {"float32": 32.0, "float16": 16.0, "bfloat16": 16.0, "int8": 8.0, "int4": 4 + 32 / DEFAULT_GROUP}
 """Bits of a weight that is quantized when it is loaded, or isn't, by the names of formats."""
 
 
@@ -49,8 +49,8 @@ class MeasuringFormat:
     def grouped(self, weight: GroupedWeight, bias: Tensor | None, device: torch.device) -> Linear:
         if not isinstance(self.measured, PackedFormat):
             return self.linear(weight.dequantized(), bias, device)
-        tensors = [weight.words, weight.scales, *([] if weight.zeros is None else [weight.zeros])]
-        return self._made(weight.shape, sum(one.nbytes for one in tensors), device)
+        tensors = (weight.words, weight.scales, weight.zeros, weight.offsets)
+        return self._made(weight.shape, sum(one.nbytes for one in tensors if one is not None), device)
 
     def int8(self, weight: Int8Weight, bias: Tensor | None, device: torch.device) -> Linear:
         if not isinstance(self.measured, PackedFormat):

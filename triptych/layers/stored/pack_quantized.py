@@ -120,12 +120,15 @@ class PackQuantized:
 
 def stored_tensors(weight: "GroupedWeight", dtype: "torch.dtype") -> "dict[str, Tensor]":
     """Return a weight as a checkpoint's tensors, from which ``PackQuantized`` makes it again, with scales in ``dtype``
-    or, if a checkpoint can't have scales in it, in float32."""
+    or, if a checkpoint can't have scales in it, in float32. Raises ValueError for a weight with offsets, which the
+    format doesn't have."""
     import torch
     from torch.nn import functional as F
 
     from triptych.layers.grouped_weight import packed
 
+    if weight.offsets is not None:
+        raise ValueError("pack-quantized has no offsets")
     is_served = str(dtype).removeprefix("torch.") in SCALE_DTYPES
     stored = {
         PACKED: weight.words.contiguous(),
