@@ -221,6 +221,10 @@ def text(words: str) -> Tensor:
     return torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)
 
 
+def state_with(offset: str) -> Tensor:
+    return text(f'{{"blocksize": 64, "shape": [64, 96], "nested_blocksize": 256, "nested_offset": {offset}}}')
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "tensor", "words"),
     [
@@ -248,7 +252,9 @@ def text(words: str) -> Tensor:
         ("nvfp4-pack-quantized", "weight_global_scale", None, "weight_global_scale' is missing"),
         ("nvfp4-pack-quantized", "weight_packed", torch.zeros(64, 47, dtype=torch.uint8), r"shape \[64, 47\]"),
         ("mxfp4-pack-quantized", "weight_scale", torch.full((64, 3), 255, dtype=torch.uint8), "aren't finite"),
-        ("modelopt", "weight_scale_2", torch.tensor(torch.inf), "weight_scale has values that aren't finite"),
+        ("nvfp4-pack-quantized", "weight_global_scale", torch.full((1,), torch.inf), "weight_global_scale has values"),
+        ("nvfp4-pack-quantized", "weight_global_scale", torch.full((1,), torch.nan), "weight_global_scale has values"),
+        ("modelopt", "weight_scale_2", torch.tensor(torch.inf), "weight_scale_2 has values that aren't finite"),
         ("bitsandbytes nf4", "weight", torch.zeros(3071, 1, dtype=torch.uint8), r"has shape \[3071, 1\]"),
         ("bitsandbytes nf4", "weight.absmax", torch.ones(95), r"absmax' has shape \[95\]"),
         ("bitsandbytes nf4", "weight.quant_map", torch.full((16,), torch.nan), "quant_map has values that aren't"),
@@ -262,6 +268,10 @@ def text(words: str) -> Tensor:
             r"shape is \[96, 64\], not \[64, 96\]",
         ),
         ("bitsandbytes nf4", STATE, text("[]"), "must be a JSON object"),
+        ("bitsandbytes nf4", STATE, text('{"blocksize": 64.0, "shape": [64, 96]}'), "blocksize is 64.0, not 64 or 32"),
+        ("bitsandbytes nf4, nested", STATE, state_with("true"), "nested_offset is True, not a number in floating"),
+        ("bitsandbytes nf4, nested", STATE, state_with("1" * 400), r"nested_offset is 1+\.\.\.1+, not a number"),
+        ("bitsandbytes nf4, nested", STATE, state_with("1e400"), "absmax has values that aren't finite"),
         ("bitsandbytes nf4, nested", "weight.nested_absmax", torch.ones(2), r"nested_absmax' has shape \[2\]"),
         ("bitsandbytes nf4, nested", "weight.nested_quant_map", torch.ones(16), r"nested_quant_map' has shape \[16\]"),
         ("bitsandbytes int8", "SCB", torch.full((64,), torch.inf), "SCB has values that aren't finite"),

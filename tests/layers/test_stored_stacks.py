@@ -102,8 +102,9 @@ def test_logits_equal_those_of_the_dequantized_model_in_transformers(tmp_path: P
         ("gpt-oss", "_scales", torch.zeros(7, 320, 4, dtype=torch.uint8), r"_scales' has shape \[7, 320, 4\]"),
         ("gpt-oss", "_blocks", torch.zeros(6, 320, 3, 16, dtype=torch.uint8), r"_blocks' has shape \[6, 320, 3, 16\]"),
         ("gpt-oss", "_scales", None, "_scales' is missing"),
+        ("gpt-oss", "_blocks", None, "gate_up_proj' is missing"),
         ("fp8, blocks", "_scale_inv", torch.ones(3), r"_scale_inv' has shape \[3\]"),
-        ("modelopt", "_weight_scale_2", torch.full((7,), torch.inf), "weight_scale has values that aren't finite"),
+        ("modelopt", "_weight_scale_2", torch.full((7,), torch.inf), "weight_scale_2 has values that aren't finite"),
     ],
 )
 def test_damaged_stacks_are_refused_by_name(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
-from triptych.layers.stored.format import SCALE_DTYPES, LayerTensors, Section, require, shown
+from triptych.layers.stored.format import SCALE_DTYPES, LayerTensors, Section, is_one_of, require, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -152,9 +152,9 @@ def _state(tensors: LayerTensors, kind: str, shape: tuple[int, int]) -> tuple[in
         ("shape", (list(shape),)),
         ("nested_blocksize", (NESTED_RUN,) if tensors.has(NESTED_ABSMAX) else (None, NESTED_RUN)),
     ):
-        if (value := state.get(name)) not in served:
+        if not is_one_of(value := state.get(name), served):
             raise tensors.wrong(f"{kind}: {name} is {shown(value)}, not {' or '.join(map(str, served))}")
     offset = state.get("nested_offset", 0.0)
-    if not isinstance(offset, int | float):
-        raise tensors.wrong(f"{kind}: nested_offset is {shown(offset)}, not a number")
+    if not isinstance(offset, float):
+        raise tensors.wrong(f"{kind}: nested_offset is {shown(offset)}, not a number in floating point")
     return state["blocksize"], offset

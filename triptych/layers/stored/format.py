@@ -22,6 +22,8 @@ KERNEL_GROUPS = (32, 64, 128)
 """Numbers of inputs that share a scale in the kernels for 4 bits."""
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes of the scales of integers, named as in PyTorch."""
+ONE = ((), (1,), (1, 1))
+"""Shapes of a single value."""
 MOST_SHOWN = 200
 """Characters of a setting in messages."""
 ACTIVATION_TENSORS = (
@@ -76,11 +78,16 @@ class StoredFormat(Protocol):
         is missing, misshapen, or has values that aren't served."""
 
 
+def is_one_of(value: object, served: Sequence[object]) -> bool:
+    """Return whether a value from JSON is one of those that are served, of the same type: 64.0 isn't 64."""
+    return any(type(value) is type(one) and value == one for one in served)
+
+
 def require(section: Section, name: str, served: Sequence[object]) -> Any:
     """Return a setting of the config's section. Raises CheckpointError, naming it, if it has none of the values that
     are served."""
     value = section.get(name)
-    if not any(type(value) is type(one) and value == one for one in served):
+    if not is_one_of(value, served):
         options = ", ".join(map(repr, served))
         raise CheckpointError(f"config.json: {QUANTIZATION}: {name} {shown(value)} is not served; served: {options}")
     return value

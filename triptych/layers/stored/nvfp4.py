@@ -1,10 +1,11 @@
 """NVFP4: 4-bit floating point whose groups of 16 inputs have scales in 8-bit floating point, and whose tensors have one
 more: as compressed-tensors stores it (``nvfp4-pack-quantized``), and as ModelOpt does."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from triptych.layers.stored.format import LayerTensors, Section, require
+from triptych.layers.stored.format import ONE, LayerTensors, Section, require
 from triptych.layers.stored.fp4 import PER_BYTE, check_inputs
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ the lower bits; 8-bit floats [out, in / 16]; a float that scales are divided by.
 VALUES, FACTOR = "weight", "weight_scale_2"
 """Those of ModelOpt that differ: codes as in ``PACKED``; a float that scales are multiplied by."""
 SCALE_KINDS = ("float8_e4m3fn",)
-ONE = ((), (1,), (1, 1))
-"""Shapes of a single value."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Nvfp4Packed:
 
     def load(self, tensors: LayerTensors, shape: tuple[int, int]) -> "ScaledWeight":
         """See ``StoredFormat``."""
-        return _weight(tensors, shape, PACKED, 1 / _single(tensors, DIVISOR))
+        return _weight(tensors, shape, PACKED, lambda scales: scales / _single(tensors, DIVISOR))
 
 
 @dataclass(frozen=True)
@@ -85,21 +84,26 @@ class ModelOptNvfp4:
 
     def load(self, tensors: LayerTensors, shape: tuple[int, int]) -> "ScaledWeight":
         """See ``StoredFormat``."""
-        return _weight(tensors, shape, VALUES, _single(tensors, FACTOR))
+        return _weight(tensors, shape, VALUES, lambda scales: scales * _single(tensors, FACTOR))
 
 
 def _single(tensors: LayerTensors, kind: str) -> "Tensor":
-    """Return a tensor of one value, float32 []."""
+    """Return a tensor of one value, float32 []. Raises CheckpointError, naming it, unless it is finite."""
+    from triptych.layers.stored.linears import finite
+
     found = tensors.shape(kind)
-    return tensors.read(kind, found if found in ONE else (), ("float32",)).reshape(())
+    return finite(tensors.read(kind, found if found in ONE else (), ("float32",)).reshape(()), tensors, kind)
 
 
-def _weight(tensors: LayerTensors, shape: tuple[int, int], kind: str, factor: "Tensor") -> "ScaledWeight":
+def _weight(
+    tensors: LayerTensors, shape: tuple[int, int], kind: str, scaled: Callable[["Tensor"], "Tensor"]
+) -> "ScaledWeight":
+    """Return the weight of codes ``kind``; ``scaled`` applies the tensor's scale to those of groups."""
     from triptych.layers.stored.float_codes import coded_weight
     from triptych.layers.stored.linears import finite
 
     outputs, inputs = shape
     check_inputs(tensors, inputs, GROUP)
     codes = tensors.read(kind, (outputs, inputs // PER_BYTE), ("uint8",))
-    scales = tensors.read(SCALES, (outputs, inputs // GROUP), SCALE_KINDS).float() * factor
-    return coded_weight(codes, finite(scales, tensors, SCALES), GROUP)
+    scales = tensors.read(SCALES, (outputs, inputs // GROUP), SCALE_KINDS).float()
+    return coded_weight(codes, finite(scaled(scales), tensors, SCALES), GROUP)
