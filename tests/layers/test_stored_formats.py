@@ -138,6 +138,7 @@ def test_fp8_is_read(found: dict[str, Any], block: tuple[int, int] | None) -> No
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size must be two .*, not \[128\]"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size must be two positive"),
         ({"quant_method": "fp8", "weight_block_size": [True, "a"]}, "weight_block_size must be two positive"),
+        ({"quant_method": "fp8", "weight_block_size": [True, 128]}, "weight_block_size must be two positive"),
         ({"quant_method": "fp8", "fmt": "e3m4"}, "fmt 'e3m4' is not served"),
         (float_quantized(num_bits=4), "num_bits 4 is not served; served: 8"),
         (float_quantized(symmetric=False), "symmetric False"),

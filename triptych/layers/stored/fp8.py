@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from triptych.checkpoint.config_files import QUANTIZATION
 from triptych.errors import CheckpointError
-from triptych.layers.stored.format import SCALE_DTYPES, LayerTensors, Section, require, shown
+from triptych.layers.stored.format import ONE, SCALE_DTYPES, LayerTensors, Section, require, shown
 
 if TYPE_CHECKING:
     from triptych.layers.stored.linears import ScaledWeight
@@ -76,7 +76,8 @@ class Fp8:
 
     def suits(self, tensors: LayerTensors, shape: tuple[int, int]) -> bool:
         """See ``StoredFormat``."""
-        return tensors.has("weight") and tensors.dtype("weight").startswith("F8")
+        is_fp8 = tensors.has("weight") and tensors.dtype("weight").startswith("F8")
+        return is_fp8 and tensors.shape(_scales_of(tensors)) in self._blocks(shape)
 
     def load(self, tensors: LayerTensors, shape: tuple[int, int]) -> "ScaledWeight":
         """See ``StoredFormat``."""
@@ -87,18 +88,11 @@ class Fp8:
 
         outputs, inputs = shape
         values = tensors.read("weight", shape, VALUES)
-        kind = next(kind for kind in SCALES if tensors.has(kind))
-        found, of_tensor, of_outputs = tensors.shape(kind), ((), (1,), (1, 1)), ((outputs,), (outputs, 1))
-        if found in of_tensor:
-            block = shape
-        elif found in of_outputs or self.block is None:
-            block = (1, inputs)
-        else:
-            block = min(self.block[0], outputs), min(self.block[1], inputs)
-        grid = -(-outputs // block[0]), -(-inputs // block[1])
-        # ModelOpt has blocks' scales as [rows, 1, columns, 1]
-        is_stored = found in (*of_tensor, *of_outputs) or found == (grid[0], 1, grid[1], 1)
-        scales = tensors.read(kind, found if is_stored else grid, (*SCALE_DTYPES, *EXPONENTS)).reshape(grid)
+        kind, blocks = _scales_of(tensors), self._blocks(shape)
+        found = tensors.shape(kind)
+        stored = found if found in blocks else next(iter(blocks))
+        block = blocks[stored]
+        scales = tensors.read(kind, stored, (*SCALE_DTYPES, *EXPONENTS)).reshape(_grid(shape, block))
         scales = powers(scales) if str(scales.dtype).removeprefix("torch.") in EXPONENTS else scales
         return ScaledWeight(
             values,
@@ -108,13 +102,37 @@ class Fp8:
             torch.arange(inputs) // block[1],
         )
 
+    def _blocks(self, shape: tuple[int, int]) -> dict[tuple[int, ...], tuple[int, int]]:
+        """Return the shapes that scales of a weight may have, and the outputs and inputs that share one then: first
+        those that the config describes."""
+        outputs, inputs = shape
+        block = (1, inputs) if self.block is None else (min(self.block[0], outputs), min(self.block[1], inputs))
+        rows, columns = _grid(shape, block)
+        return {
+            (rows, columns): block,
+            (rows, 1, columns, 1): block,  # of ModelOpt
+            (outputs,): (1, inputs),
+            (outputs, 1): (1, inputs),
+            **dict.fromkeys(ONE, shape),
+        }
+
+
+def _scales_of(tensors: LayerTensors) -> str:
+    """Return the last part of the name of a layer's scales."""
+    return next(kind for kind in SCALES if tensors.has(kind))
+
+
+def _grid(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    """Return how many blocks of a weight are below, and beside, each other."""
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
+
 
 def block_of(section: Section, name: str) -> tuple[int, int] | None:
     """Return the setting ``name``, the shape of a block. Raises CheckpointError if it is none."""
     match section.get(name):
         case None:
             return None
-        case [int(outputs), int(inputs)] if outputs > 0 and inputs > 0:
+        case [int(outputs), int(inputs)] if type(outputs) is type(inputs) is int and min(outputs, inputs) > 0:
             return outputs, inputs
         case other:
             raise CheckpointError(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from triptych.layers.stored.format import (
+    ONE,
     SCALE_DTYPES,
     LayerTensors,
     Section,
@@ -62,20 +63,27 @@ class IntQuantized:
 
     def suits(self, tensors: LayerTensors, shape: tuple[int, int]) -> bool:
         """See ``StoredFormat``."""
-        return tensors.has(VALUES) and tensors.dtype(VALUES) == "I8"
+        is_int8 = tensors.has(VALUES) and tensors.dtype(VALUES) == "I8"
+        return is_int8 and tensors.shape(SCALE) in self._shapes(shape)
 
     def load(self, tensors: LayerTensors, shape: tuple[int, int]) -> "StoredLinear":
         """See ``StoredFormat``."""
         from triptych.layers.stored.integers import scaled_int8
 
-        outputs, inputs = shape
+        inputs = shape[1]
         values = tensors.read(VALUES, shape, ("int8",))
         group = inputs_per_group(self.group, inputs)
-        grid = outputs, -(-inputs // group)
+        grid, *others = self._shapes(shape)
         found = tensors.shape(SCALE)
-        stored = found if found in ((), (1,), (1, 1)) or (found == (outputs,) and grid[1] == 1) else grid
+        stored = found if found in others else grid
         scales = tensors.read(SCALE, stored, SCALE_DTYPES).reshape(-1, stored[-1] if len(stored) == 2 else 1)
         zeros = None
         if tensors.has(ZEROS):
             zeros = tensors.read(ZEROS, stored, ("int8", "int32")).reshape(scales.shape).expand(grid)
         return scaled_int8(values, scales.expand(grid), zeros, (tensors, SCALE, group))
+
+    def _shapes(self, shape: tuple[int, int]) -> list[tuple[int, ...]]:
+        """Return the shapes that scales of a weight may have, first one for each output and group."""
+        outputs, inputs = shape
+        groups = -(-inputs // inputs_per_group(self.group, inputs))
+        return [(outputs, groups), *ONE, *([(outputs,)] if groups == 1 else [])]
