@@ -15,6 +15,7 @@ from tests.support.quantized import Encode
 from tests.support.stored_formats import FORMATS, fp8, group, int8, of_groups
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
+from triptych.layers.grouped_weight import GroupedWeight
 from triptych.layers.linear import PlainFormat
 from triptych.layers.stored.linears import ScaledWeight, StoredLinear
 from triptych.layers.stored.reader import StoredReader
@@ -110,3 +111,23 @@ def test_scales_of_nvfp4_are_divided_by_the_tensors(tmp_path: Path) -> None:
     assert isinstance(levels, ScaledWeight) and isinstance(divided, ScaledWeight)
     assert torch.equal(divided.scales, levels.scales / divisor)
     assert not torch.equal(divided.scales, levels.scales * (1 / divisor))
+
+
+def scaled(name: str, factor: float, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
+    tensors, value = tensors_of(FORMATS[name].encode)
+    kind = next(kind for kind in tensors if kind.endswith(("scales", "weight_scale")))
+    return tensors | {kind: (tensors[kind].double() * factor).to(dtype)}, value.double() * factor
+
+
+@pytest.mark.parametrize("name", ["pack-quantized", "pack-quantized, asymmetric", "awq", "gptq"])
+def test_scales_that_float16_does_not_represent_keep_their_values(tmp_path: Path, name: str) -> None:
+    for factor, dtype in ((2.0**-20, torch.bfloat16), (2.0**30, torch.bfloat16), (1 / 3, torch.float32)):
+        tensors, value = scaled(name, factor, dtype)
+        weight = loaded(tmp_path, FORMATS[name].section, tensors)
+        assert not isinstance(weight, GroupedWeight)
+        assert (weight.dequantized() / factor - value / factor).abs().max() < 1e-6
+    for factor, dtype in ((1.0, torch.bfloat16), (0.5, torch.float32)):
+        tensors, value = scaled(name, factor, dtype)
+        weight = loaded(tmp_path, FORMATS[name].section, tensors)
+        assert isinstance(weight, GroupedWeight)
+        assert (weight.dequantized() - value).abs().max() < 1e-6

@@ -29,8 +29,8 @@ class IntegerWeight:
     """int64 [in]."""
 
     def stored(self, tensors: LayerTensors, kind: str) -> StoredLinear:
-        """Return the weight as the kernels take it if they do, else one to dequantize. Raises CheckpointError for
-        scales, the tensor ``kind``, that aren't finite or, for the kernels, aren't numbers of float16."""
+        """Return the weight as the kernels take it if it has the same values then, else one to dequantize. Raises
+        CheckpointError for scales, the tensor ``kind``, that aren't finite."""
         scales, middle = finite(self.scales, tensors, kind), 1 << (self.bits - 1)
         zeros = self.zeros
         if zeros is not None and not zeros.is_meta and bool((zeros == middle).all()):
@@ -38,12 +38,11 @@ class IntegerWeight:
         fits = zeros is None or zeros.is_meta or int(zeros.max()) < 1 << self.bits
         if self.bits == 4 and self.order is None and fits and (step := kernel_group(self.group, self.inputs)):
             halves, repeats, groups = scales.half(), -(-self.group // step), -(-self.inputs // step)
-            if not halves.is_meta and not halves.isfinite().all():
-                raise tensors.wrong(f"{kind} has values that float16 doesn't represent")
-            halves = halves.repeat_interleave(repeats, dim=1)[:, :groups]
-            if zeros is not None:
-                zeros = zeros.to(torch.uint8).repeat_interleave(repeats, dim=1)[:, :groups].contiguous()
-            return GroupedWeight(self.words, halves, zeros, self.inputs, step)
+            if halves.is_meta or halves.float().equal(scales):
+                halves = halves.repeat_interleave(repeats, dim=1)[:, :groups]
+                if zeros is not None:
+                    zeros = zeros.to(torch.uint8).repeat_interleave(repeats, dim=1)[:, :groups].contiguous()
+                return GroupedWeight(self.words, halves, zeros, self.inputs, step)
         levels = of_bits(self.words, self.bits)[:, : self.inputs]
         if self.bits == 8 and zeros is None and scales.shape[1] == 1:
             return Int8Weight((levels ^ middle).view(torch.int8), scales[:, 0].contiguous())
