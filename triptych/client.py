@@ -137,9 +137,8 @@ def _item(
     rows = np.frombuffer(data[begin + first : begin + end], dtype=_DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
     if tensor["dtype"] == "BF16":
         rows = (rows.astype(np.uint32) << 16).view(np.float32)
-    height, width = entry["grid_thw"][1:]
-    grid = (entry["grid_thw"][0], height, width)
-    return EncodedItem(entry["type"], entry["key"], rows, grid, answer["model_type"], entry)
+    frames, height, width = entry["grid_thw"]
+    return EncodedItem(entry["type"], entry["key"], rows, (frames, height, width), answer["model_type"], entry)
 
 
 def vllm_part(item: EncodedItem) -> dict[str, Any]:

@@ -91,6 +91,25 @@ def test_without_keys_only_a_loopback_address_serves_it(folder: Path) -> None:
     assert (response.status_code, response.json()["error"]["code"]) == (403, "forbidden")
 
 
+@pytest.mark.parametrize(
+    ("settings", "headers"),
+    [
+        ({}, {"x-forwarded-for": "192.0.2.1"}),
+        ({}, {"via": "1.1 proxy"}),
+        ({"allowed_hosts": ("models.example",)}, {"host": "models.example"}),
+        ({"allowed_hosts": ("models.example",)}, {}),
+        ({"allowed_origins": ("*",)}, {"origin": "https://page.example"}),
+        ({"client_header": "X-Client"}, {"x-client": "someone"}),
+    ],
+)
+def test_without_keys_no_proxy_and_no_other_page_gets_rows(
+    folder: Path, settings: dict[str, Any], headers: dict[str, str]
+) -> None:
+    with served(folder, **settings) as service:
+        response = httpx.post(f"{service.url}{PATH}", json=body(image_part()), headers=headers, trust_env=False)
+    assert (response.status_code, response.json()["error"]["code"]) == (403, "forbidden")
+
+
 @pytest.mark.parametrize("line", ["sk-1 decode", "sk-1 encode chat", "sk-1 encode,", "a b"])
 def test_unknown_rights_are_refused(tmp_path: Path, line: str) -> None:
     file = tmp_path / "keys"

@@ -7,10 +7,12 @@ import pytest
 from msgspec import structs
 
 from tests.support.plans import plan_of
-from triptych.prompt.prompt import PlannedItem
+from tests.support.router_harness import D0, E0, E1, P0, RouterHarness, prompt, request_of
+from triptych.messages.work import Prefill, PrefillNeeded, SamplingParams
+from triptych.prompt.prompt import PlannedItem, PlannedPrompt
 from triptych.router.caches import EncodedItems, part_names
 from triptych.router.division import EncoderState, divide, shares
-from triptych.types import ItemPlan, Placement, RowRange, Span, divided
+from triptych.types import ItemPlan, Placement, RowRange, Span, TransferId, divided
 
 
 def item_of(plan: ItemPlan, *spans: Span, key: str = "k") -> PlannedItem:
@@ -158,3 +160,19 @@ def test_a_placement_can_be_divided_anywhere() -> None:
             for row in range(section.rows)
         ]
         assert tokens == [placement.token_of(row) for row in range(9)]
+
+
+def test_requests_for_one_item_are_divided_alike_where_prefill_is_apart() -> None:
+    """Those whose prompt no instance computes yet have whole items, which say nothing."""
+    harness = RouterHarness(E0, E1, P0, D0, encode_batch_patches=1)
+    asked = PlannedPrompt([0] * 10 + [1], prompt().positions, (item_of(plan_of(*[1] * 10, cost=1000.0)),))
+    streams = [
+        harness.router.lifecycle.submit(request_of(clock=harness.clock), asked, SamplingParams(max_tokens=4), [])
+        for _ in range(3)
+    ]
+    for number, stream in enumerate(streams):
+        harness.router.handle(PrefillNeeded(stream.request, D0, TransferId(f"kv{number}"), 0, []))
+    cuts = [message.generate.items[0].cuts for _, message in harness.of(Prefill)]
+    assert len(cuts) == 3
+    assert cuts[0]
+    assert cuts == [cuts[0]] * 3

@@ -98,7 +98,7 @@ def loaded(url: str, *right: list[str], workers: int = WORKERS) -> Iterator[Load
             thread.join(120)
     assert failed == []
     assert load.wrong == []
-    assert load.answered > NUM_PROMPTS
+    assert load.answered > len(threads), "there was hardly any load"
 
 
 def control_of(command: Command) -> str:

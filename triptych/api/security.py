@@ -10,12 +10,13 @@ from types import MappingProxyType
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from triptych.api import anthropic_errors
 from triptych.api.errors import error_body
 from triptych.api.request_keys import keys_of
-from triptych.api.ui_access import UiHeaders
+from triptych.api.ui_access import UiHeaders, is_local
 from triptych.api.ui_files import PAGE, ui_files
 from triptych.api.web_pages import is_for_another_page, names_this_machine
 from triptych.config import FrontendConfig, is_loopback
@@ -84,21 +85,30 @@ class RequireKey:
 class RefusePages:
     """ASGI middleware of a service without keys. Answers 403 to web pages of others.
 
-    At a loopback address, names in ``Host`` that aren't this machine's, nor allowed, are refused as well. There every
-    client has all rights, as the machine's own users; elsewhere none has any."""
+    At a loopback address, names in ``Host`` that aren't this machine's, nor allowed, are refused as well. Rights are
+    for clients on this machine (``is_local``), unless settings say that a proxy or pages of others come that way."""
 
     def __init__(self, app: ASGIApp, config: FrontendConfig) -> None:
         self._app = app
         self._origins = config.cors.allowed_origins
         self._hosts = frozenset(map(str.lower, config.cors.allowed_hosts))
         self._checks_host = is_loopback(config.http.host)
+        self._gives_rights = self._checks_host and not (self._origins or self._hosts)
+        self._client_header = config.http.client_header
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if reason := self._reason(scope):
             await _refuse(send, scope["path"], 403, reason, "page_not_allowed")
             return
-        scope.setdefault("state", {})["rights"] = RIGHTS if self._checks_host else frozenset()
+        scope.setdefault("state", {})["rights"] = RIGHTS if self._is_own(scope) else frozenset()
         await self._app(scope, receive, send)
+
+    def _is_own(self, scope: Scope) -> bool:
+        """Return whether a client on this machine has sent a request, as far as settings and headers tell."""
+        if not self._gives_rights or scope["type"] != "http":
+            return False
+        request = Request(scope)
+        return is_local(request) and self._client_header not in request.headers
 
     def _reason(self, scope: Scope) -> str | None:
         if scope["type"] != "http" or scope["path"] in UNAUTHENTICATED_PATHS or scope["method"] == "OPTIONS":

@@ -78,7 +78,9 @@ class EncodeQueue:
                 cost += part.cost
                 self._patches[part.long] -= part.patches
         of_long = sum(part.patches for part in batch if part.long)
-        self._owed_long = self._owed_long + LONG_SHARE * patches - of_long if short_waits and long_waits else 0.0
+        # bounded: what comes later may never need what earlier parts didn't
+        owed = min(self._owed_long + LONG_SHARE * patches - of_long, self.max_patches)
+        self._owed_long = owed if short_waits and long_waits else 0.0
         self._short_waited = short_waits and of_long == patches
         return batch
 

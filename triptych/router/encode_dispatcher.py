@@ -270,11 +270,19 @@ class EncodeDispatcher:
     def _planned(self, state: RequestState) -> dict[str, tuple[int, ...]]:
         """Return, by key, how items are divided that other requests wait for: in the same way, the sections of a
         request are those of the others, and each is encoded once."""
-        waiting = (one for one in self._table if one is not state and one.phase in WAITS_FOR_ITEMS)
+        waiting = (one for one in self._table if one is not state and self._was_divided(one))
         salt = state.generate.cache_salt
         return {
             item.key: item.cuts for one in waiting if one.generate.cache_salt == salt for item in one.generate.items
         }
+
+    def _was_divided(self, state: RequestState) -> bool:
+        """Return whether a request waits for items, in sections that were decided for it: those of a suspect are whole,
+        and so are those of a request that no instance computes the prompt of yet."""
+        if state.phase not in WAITS_FOR_ITEMS or self._quarantine.is_suspect(state):
+            return False
+        computes = state.decode is not None and state.decode.instance.role.prefills
+        return computes or state.prefill is not None or state.rows is not None
 
     def _least_section(self) -> float:
         """Return the cost from which it pays that another instance encodes a part of an item, or of a request's items:

@@ -80,7 +80,7 @@ class Router:
         self.last_encoded = float("-inf")
         """When an instance last encoded an item, by the router's clock."""
         self._rows = RowRequests(
-            address=address, open_collector=open_collector, ask=self._on_encode_needed, clock=clock
+            address=address, open_collector=open_collector, notify=self._notify, ask=self._on_encode_needed, clock=clock
         )
         self.lifecycle = RequestLifecycle(
             address=address,

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from triptych.clock import Clock
-from triptych.errors import StartError, Unavailable
+from triptych.errors import TriptychError, Unavailable
+from triptych.messages.codec import Send
 from triptych.messages.rows import Abort, Done, Offer, RowLayout, RowMessage, Wrote
 from triptych.messages.work import EncodeNeeded, MissingItem, time_left
 from triptych.router.request_state import RequestState
@@ -40,13 +41,15 @@ class RowRequests:
         *,
         address: Address,
         open_collector: OpenCollector | None,
+        notify: Send,
         ask: Callable[[EncodeNeeded], None],
         clock: Clock,
     ) -> None:
-        """``address`` is this frontend's. ``open_collector`` makes the consumer, None if there is to be none. ``ask``
-        queues items for encoding."""
+        """``address`` is this frontend's. ``open_collector`` makes the consumer, None if there is to be none.
+        ``notify`` sends its messages, and only logs a failure. ``ask`` queues items for encoding."""
         self._address = address
         self._open_collector = open_collector
+        self._notify = notify
         self._ask = ask
         self._clock = clock
         self._collector: RowCollector | None = None
@@ -65,8 +68,8 @@ class RowRequests:
             raise Unavailable("this frontend takes no rows")
         if self._collector is None:
             try:
-                self._collector = self._open_collector(layout)
-            except (StartError, OSError) as error:
+                self._collector = self._open_collector(layout, self._notify)
+            except (TriptychError, OSError) as error:
                 log.exception("no rows can be received")
                 raise Unavailable(f"this frontend can't receive rows: {error}") from None
 

@@ -24,6 +24,7 @@ from triptych.clock import Clock, SystemClock
 from triptych.config import FrontendConfig, MediaConfig, ObserveConfig, ServeConfig
 from triptych.errors import BadAddress, InstanceLost, StartError, TriptychError
 from triptych.messages.channel import Channel, endpoint_of
+from triptych.messages.codec import Send
 from triptych.messages.rows import RowLayout
 from triptych.messages.work import Deregister, FrontendEnding, HandingOver
 from triptych.models.registry import family_of
@@ -112,7 +113,7 @@ class Frontend:
             admission=config.frontend.admission,
             lease=config.lease,
             expects_encoders=expects_encoders and family_of(load_config(config.model)).takes_media,
-            open_collector=partial(_open_collector, config, self.channel, clock),
+            open_collector=partial(_open_collector, config, self.channel.address, clock),
             clock=clock,
         )
         self._log, self._traces = _open_log(config.observe), _open_traces(config.observe.otlp_traces_endpoint)
@@ -317,17 +318,16 @@ def _open_channel(config: ServeConfig, clock: Clock, secret: bytes | None, liste
         raise StartError(str(error)) from None
 
 
-def _open_collector(config: ServeConfig, channel: Channel, clock: Clock, layout: RowLayout) -> RowCollector:
+def _open_collector(config: ServeConfig, address: Address, clock: Clock, layout: RowLayout, send: Send) -> RowCollector:
     """Return this frontend's consumer of rows, as ``OpenCollector``."""
-    transfer = config.transfer
-    return RowCollector(
-        layout,
-        channel.address,
-        channel.send,
-        fabrics=open_fabrics(transfer, config.cluster.cluster_host, clock),
-        check_always=transfer.checksum == "always",
-        clock=clock,
-    )
+    always = config.transfer.checksum == "always"
+    fabrics = open_fabrics(config.transfer, config.cluster.cluster_host, clock)
+    try:
+        return RowCollector(layout, address, send, fabrics=fabrics, check_always=always, clock=clock)
+    except BaseException:
+        for fabric in fabrics:
+            fabric.close()
+        raise
 
 
 def _prompt_builder(config: ServeConfig) -> PromptBuilder:

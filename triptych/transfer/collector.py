@@ -53,8 +53,9 @@ class Collected:
     """The caller must close their transfers."""
 
 
-OpenCollector = Callable[[RowLayout], "RowCollector"]
-"""Makes a collector for rows of a layout. Raises StartError if a fabric can't be opened."""
+OpenCollector = Callable[[RowLayout, Send], "RowCollector"]
+"""Makes a collector for rows of a layout, with what sends its messages. Raises StartError, RegionError or OSError if a
+fabric can't be opened, or memory can't be had or registered."""
 
 
 class RowCollector:
@@ -72,7 +73,8 @@ class RowCollector:
         clock: Clock,
     ) -> None:
         """``address`` is where messages for this consumer arrive, ``fabrics`` are what producers may write over.
-        ``check_always`` is as in Receiver. Raises what allocating and registering the pool raise."""
+        ``send`` must not raise for a peer that can't be reached. ``check_always`` is as in Receiver. Raises what
+        allocating and registering the pool raise."""
         block_rows = max(1, BLOCK_BYTES // layout.row_bytes)
         num_blocks = max(2, pool_bytes // (block_rows * layout.row_bytes))
         self.layout = layout
