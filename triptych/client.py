@@ -23,11 +23,11 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.models.vllm_grids import GRID_FAMILIES
+
 Media = str | Path | dict[str, Any]
 """A URL (``https:``, ``data:``, ``file:``), a file of this machine, or a content part as in chats."""
 
-GRID_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen2_5_omni", "qwen3_omni")
-"""How the ``model_type`` of those begins of which vLLM takes an embedding together with its grid."""
 _LENGTH_BYTES = 8
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 

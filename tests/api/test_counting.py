@@ -79,7 +79,7 @@ def test_only_tokens_of_reasoning_count_as_such_however_they_arrive(tokenizer: T
 
     parser = AnswerParser(Reasoning.OPEN, (THINK,), (), {})
     generation = SimpleNamespace(
-        num_choices=1, num_reasoning=0, stream=outputs, service=SimpleNamespace(tokenizer=tokenizer)
+        num_choices=1, num_reasoning=0, stream=outputs, api=SimpleNamespace(tokenizer=tokenizer)
     )
     fields = SimpleNamespace(parallel_tool_calls=None, return_tokens_as_token_ids=None)
     chat: Any = SimpleNamespace(generation=generation, request=fields, new_parser=lambda: parser)

@@ -63,13 +63,13 @@ def test_the_log_line_has_outcome_and_timings_but_no_content(observed: Served, l
     assert (logged["path"], logged["status"], logged["error"]) == (CHAT, 200, None)
     assert (logged["finish_reasons"], logged["generation_tokens"], logged["mm_items"]) == (["length"], 8, 1)
     assert 0 < logged["ttft_ms"] < logged["e2e_ms"]
-    engines = {row["stage"]: row.get("engine", "frontend") for row in logged["timeline"]}
-    assert engines == {
-        "fetch": "frontend", "plan": "frontend", "queue": engines["queue"], "preprocess": "e0", "encode": "e0",
-        "transfer": engines["transfer"], "prefill": "p1", "decode": "d2",
+    instances = {row["stage"]: row.get("instance", "frontend") for row in logged["timeline"]}
+    assert instances == {
+        "fetch": "frontend", "plan": "frontend", "queue": instances["queue"], "preprocess": "e0", "encode": "e0",
+        "transfer": instances["transfer"], "prefill": "p1", "decode": "d2",
     }  # fmt: skip
-    assert {row.get("engine") for row in logged["timeline"] if row["stage"] == "queue"} >= {"e0", "p1", "d2"}
-    assert {row["engine"] for row in logged["timeline"] if row["stage"] == "transfer"} == {"p1", "d2"}
+    assert {row.get("instance") for row in logged["timeline"] if row["stage"] == "queue"} >= {"e0", "p1", "d2"}
+    assert {row["instance"] for row in logged["timeline"] if row["stage"] == "transfer"} == {"p1", "d2"}
     assert all(0 <= row["start_ms"] <= row["end_ms"] <= logged["e2e_ms"] + 1 for row in logged["timeline"])
     assert SECRET not in log_file.read_text()
     assert "data:image" not in log_file.read_text()
@@ -124,7 +124,7 @@ def test_a_trace_continues_the_clients_with_a_span_for_each_process(
     assert line(log_file, "traced")["trace_id"] == trace
 
     def spans() -> list[tuple[str, Any]]:
-        return [(engine, span) for engine, span in collector.spans if span.trace_id.hex() == trace]
+        return [(instance, span) for instance, span in collector.spans if span.trace_id.hex() == trace]
 
     wait_for(lambda: any(span.parent_span_id.hex() == parent for _, span in spans()), 15)
     wait_for(lambda: len(spans()) == 1 + len(line(log_file, "traced")["timeline"]))
@@ -135,10 +135,11 @@ def test_a_trace_continues_the_clients_with_a_span_for_each_process(
     assert attributes["triptych.correlation_id"].string_value == "the-session"
     assert attributes["gen_ai.usage.completion_tokens"].int_value == 8
     assert attributes["gen_ai.latency.time_to_first_token"].double_value > 0
-    children = [(engine, span) for engine, span in spans() if span is not root]
+    children = [(instance, span) for instance, span in spans() if span is not root]
     assert all(span.parent_span_id == root.span_id for _, span in children)
-    assert {engine for engine, _ in children} == {"frontend", "e0", "p1", "d2"}
-    assert {("e0", "encode"), ("p1", "prefill"), ("d2", "decode")} <= {(engine, span.name) for engine, span in children}
+    assert {instance for instance, _ in children} == {"frontend", "e0", "p1", "d2"}
+    seen = {(instance, span.name) for instance, span in children}
+    assert {("e0", "encode"), ("p1", "prefill"), ("d2", "decode")} <= seen
     slack = 2_000_000  # ns: an instance's last word comes a moment after its token
     for _, span in children:
         assert root.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano

@@ -64,7 +64,7 @@ def test_a_request_in_flight_is_shown_with_what_is_done_now(service: Served) -> 
         stack.callback(service.encoder.opened.set)
         wait_for(service.encoder.entered.is_set)
         one = get(service, "/ui/requests/in-flight", RequestView)
-        assert (one.ended, one.status, one.timeline[-1].stage, one.timeline[-1].engine) == (False, 0, "encode", "e0")
+        assert (one.ended, one.status, one.timeline[-1].stage, one.timeline[-1].instance) == (False, 0, "encode", "e0")
         assert (one.seconds > 0, one.timeline[-1].end) == (True, 0)
         events = get(service, "/ui/requests/in-flight/perfetto", dict[str, Any])["traceEvents"]
         [encode] = [event for event in events if event["name"] == "encode"]

@@ -21,7 +21,7 @@ PRIVATE = re.compile(
 )
 """Words of the code's own, which a reader of --help has never seen."""
 UNITS = re.compile(
-    r"seconds?|days|MiB|GiB|10\^9|pixels|tokens|patches|sequences|requests|threads|processes|blocks|rows|port\b",
+    r"seconds?|ms\b|days|MiB|GiB|10\^9|pixels|tokens|patches|sequences|requests|threads|processes|blocks|rows|port\b",
     re.ASCII,
 )
 

@@ -8,6 +8,8 @@ from triptych.config.settings import Settings, setting
 from triptych.errors import ConfigError
 
 MAX_RESTARTS = 10**6
+HEARTBEAT = 0.5
+"""Seconds between two heartbeats, unless leases are short. Figures of instances are as old as this."""
 
 
 def _restart(text: str) -> str:
@@ -21,7 +23,10 @@ class LeaseConfig(Settings):
     """Registration, start and end of instances."""
 
     heartbeat: float = setting(
-        0.0, "seconds between two heartbeats of an instance; 0 for a quarter of the expiry", ge=0, internal=True
+        0.0,
+        "seconds between two heartbeats of an instance; 0 for half a second, or a quarter of a shorter expiry",
+        ge=0,
+        internal=True,
     )
     lease_expiry: float = setting(2.0, "seconds without a heartbeat after which an instance counts as gone", gt=0)
     start_timeout: float = setting(
@@ -51,7 +56,7 @@ class LeaseConfig(Settings):
     @property
     def heartbeat_interval(self) -> float:
         """Seconds between two heartbeats: a loop that is late by a few isn't taken for a dead process."""
-        return self.heartbeat or self.lease_expiry / 4
+        return self.heartbeat or min(HEARTBEAT, self.lease_expiry / 4)
 
     @property
     def max_restarts(self) -> float:
