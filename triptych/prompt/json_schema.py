@@ -160,6 +160,7 @@ def _too_light(schema: Schema) -> str | None:
     """Return why llguidance would allow what the schema doesn't."""
     least, required = schema.get("minProperties"), schema.get("required")
     num_required = len(set(map(str, required))) if isinstance(required, list) else 0
-    if isinstance(least, int) and least > max(1, num_required) and schema.get("additionalProperties") is not False:
+    may_repeat = schema.get("additionalProperties") is not False or "patternProperties" in schema
+    if isinstance(least, int) and least > max(1, num_required) and may_repeat:
         return "'minProperties' counts a repeated name twice; it can be 1, or the number of required properties"
     return None
