@@ -33,16 +33,8 @@ class Bits4:
     """``StoredFormat`` of 4 bits."""
 
     markers: ClassVar[tuple[str, ...]] = STATES
-
-    @property
-    def kept_as(self) -> str | None:
-        """See ``StoredFormat``."""
-        return None
-
-    @property
-    def described(self) -> str:
-        """See ``StoredFormat``."""
-        return "bitsandbytes, 4 bits"
+    kept_as: ClassVar[str | None] = None
+    described: ClassVar[str] = "bitsandbytes, 4 bits"
 
     def suits(self, tensors: LayerTensors, shape: tuple[int, int]) -> bool:
         """See ``StoredFormat``."""
@@ -79,16 +71,12 @@ class Bits8:
     """``StoredFormat`` of 8 bits."""
 
     markers: ClassVar[tuple[str, ...]] = (SCALES,)
+    described: ClassVar[str] = "bitsandbytes, 8 bits by output"
 
     @property
     def kept_as(self) -> str | None:
         """See ``StoredFormat``."""
         return "int8"
-
-    @property
-    def described(self) -> str:
-        """See ``StoredFormat``."""
-        return "bitsandbytes, 8 bits by output"
 
     def suits(self, tensors: LayerTensors, shape: tuple[int, int]) -> bool:
         """See ``StoredFormat``."""

@@ -23,6 +23,7 @@ class Fp8:
     """``StoredFormat`` of such checkpoints."""
 
     markers: ClassVar[tuple[str, ...]] = SCALES
+    kept_as: ClassVar[str | None] = None
     method: str
     block: tuple[int, int] | None
     """Outputs and inputs that share a scale; None: a layer has one scale, or one for each output."""
@@ -62,11 +63,6 @@ class Fp8:
         ):
             require(weights, name, served)
         return cls("mxfp8-quantized", (1, 32))
-
-    @property
-    def kept_as(self) -> str | None:
-        """See ``StoredFormat``."""
-        return None
 
     @property
     def described(self) -> str:

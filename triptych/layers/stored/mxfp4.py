@@ -25,21 +25,13 @@ class Mxfp4Blocks:
     """``StoredFormat`` of gpt-oss."""
 
     markers: ClassVar[tuple[str, ...]] = (BLOCKS,)
+    kept_as: ClassVar[str | None] = None
+    described: ClassVar[str] = "MXFP4, 4-bit floating point in groups of 32"
 
     @classmethod
     def of(cls, section: Section) -> "list[Mxfp4Blocks]":
         """Return the formats that a config's section describes."""
         return [cls()]
-
-    @property
-    def kept_as(self) -> str | None:
-        """See ``StoredFormat``."""
-        return None
-
-    @property
-    def described(self) -> str:
-        """See ``StoredFormat``."""
-        return "MXFP4, 4-bit floating point in groups of 32"
 
     def suits(self, tensors: LayerTensors, shape: tuple[int, int]) -> bool:
         """See ``StoredFormat``."""
@@ -58,6 +50,8 @@ class Mxfp4Packed:
     """``StoredFormat`` of a group of layers of compressed-tensors."""
 
     markers: ClassVar[tuple[str, ...]] = (PACKED,)
+    kept_as: ClassVar[str | None] = None
+    described: ClassVar[str] = "mxfp4-pack-quantized, 4-bit floating point in groups of 32"
 
     @classmethod
     def of_weights(cls, weights: Section) -> "Mxfp4Packed":
@@ -73,16 +67,6 @@ class Mxfp4Packed:
         ):
             require(weights, name, served)
         return cls()
-
-    @property
-    def kept_as(self) -> str | None:
-        """See ``StoredFormat``."""
-        return None
-
-    @property
-    def described(self) -> str:
-        """See ``StoredFormat``."""
-        return "mxfp4-pack-quantized, 4-bit floating point in groups of 32"
 
     def suits(self, tensors: LayerTensors, shape: tuple[int, int]) -> bool:
         """See ``StoredFormat``."""

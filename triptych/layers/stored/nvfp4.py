@@ -27,6 +27,8 @@ class Nvfp4Packed:
     """``StoredFormat`` of a group of layers of compressed-tensors."""
 
     markers: ClassVar[tuple[str, ...]] = (PACKED,)
+    kept_as: ClassVar[str | None] = None
+    described: ClassVar[str] = "nvfp4-pack-quantized, 4-bit floating point in groups of 16"
 
     @classmethod
     def of_weights(cls, weights: Section) -> "Nvfp4Packed":
@@ -43,16 +45,6 @@ class Nvfp4Packed:
             require(weights, name, served)
         return cls()
 
-    @property
-    def kept_as(self) -> str | None:
-        """See ``StoredFormat``."""
-        return None
-
-    @property
-    def described(self) -> str:
-        """See ``StoredFormat``."""
-        return "nvfp4-pack-quantized, 4-bit floating point in groups of 16"
-
     def suits(self, tensors: LayerTensors, shape: tuple[int, int]) -> bool:
         """See ``StoredFormat``."""
         return tensors.has(DIVISOR)
@@ -67,16 +59,8 @@ class ModelOptNvfp4:
     """``StoredFormat`` of such layers of ModelOpt."""
 
     markers: ClassVar[tuple[str, ...]] = (FACTOR,)
-
-    @property
-    def kept_as(self) -> str | None:
-        """See ``StoredFormat``."""
-        return None
-
-    @property
-    def described(self) -> str:
-        """See ``StoredFormat``."""
-        return "NVFP4, 4-bit floating point in groups of 16"
+    kept_as: ClassVar[str | None] = None
+    described: ClassVar[str] = "NVFP4, 4-bit floating point in groups of 16"
 
     def suits(self, tensors: LayerTensors, shape: tuple[int, int]) -> bool:
         """See ``StoredFormat``."""
