@@ -50,7 +50,7 @@ from triptych.api.request_records import Observer, RequestRecordMiddleware
 from triptych.api.responses_schemas import ResponsesRequest
 from triptych.api.schemas import ChatCompletionRequest
 from triptych.api.security import check_right
-from triptych.api.sse import EventStream, disconnected, error_event
+from triptych.api.sse import BodyStream, disconnected, error_event
 from triptych.api.ui_plan import prompt_plan
 from triptych.api.validation import parse_request
 from triptych.config.security import ENCODE_RIGHT
@@ -230,7 +230,7 @@ def _add_encode_endpoint(app: FastAPI, api: ApiContext) -> None:
         encoded = await _cancel_on_disconnect(request, encode.encode(api, parsed, context))
         media_type = encode.MEDIA_TYPES[parsed.encoding_format]
         pieces = encode.body(encoded, parsed.encoding_format)
-        return EventStream(pieces, api.frontend.http.client_timeout, media_type=media_type)
+        return BodyStream(pieces, api.frontend.http.client_timeout, media_type=media_type)
 
 
 def _add_service_endpoints(app: FastAPI, api: ApiContext) -> None:
@@ -334,12 +334,12 @@ async def _stream(
     api: ApiContext,
     events: AsyncGenerator[bytes, None],
     on_error: Callable[[TriptychError], bytes],
-) -> EventStream:
+) -> BodyStream:
     """Return a response that streams the events.
 
     Waits for the first event, so that a request that fails before it gets the error's HTTP status."""
     first = await _cancel_on_disconnect(request, _first(events))
-    return EventStream(_with_errors(first, events, on_error), api.frontend.http.client_timeout)
+    return BodyStream(_with_errors(first, events, on_error), api.frontend.http.client_timeout)
 
 
 async def _cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:

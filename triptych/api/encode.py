@@ -69,7 +69,7 @@ async def encode(api: ApiContext, request: EncodeRequest, context: RequestContex
     context = context.with_timeout(request.timeout)
     priority = request.priority or 0
     with api.lifecycle.preparing(
-        context.record, has_media=True, priority=priority, timeout=context.remaining, answers=False
+        context.record, has_media=True, priority=priority, timeout=context.remaining, generates=False
     ):
         prompt, _ = await plan_conversation(api, request, context)
     layout = api.lifecycle.row_layout()

@@ -46,7 +46,7 @@ LAST_EVENT = 0.2
 """Seconds for the rest of a stream that its source has ended."""
 
 
-class EventStream(Response):
+class BodyStream(Response):
     """Sends events, or pieces of another body, one at a time: a slow client only slows down its own stream.
 
     Ends the stream when a send blocks for ``send_timeout`` seconds: the client is then considered disconnected. A

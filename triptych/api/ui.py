@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 
 from triptych.api.context import ApiContext
 from triptych.api.json_response import JsonResponse
-from triptych.api.sse import EventStream
+from triptych.api.sse import BodyStream
 from triptych.api.ui_access import refusal
 from triptych.api.ui_files import PAGE, takes_gzip, ui_files
 from triptych.api.viewers import MAX_RATE
@@ -83,7 +83,7 @@ class UiEndpoints:
         viewers, record, packed = self._api.viewers, request.state.record, takes_gzip(request)
         viewers.enter(record, _number(request, "rate", MAX_RATE))
         stream, patience = viewers.snapshots(record, packed), self._api.frontend.http.client_timeout
-        return EventStream(stream, patience, viewers.ended, encoding="gzip" if packed else "")
+        return BodyStream(stream, patience, viewers.ended, encoding="gzip" if packed else "")
 
     async def _requests(self, request: Request) -> Response:
         """The requests in flight and the last that ended (``RequestView``), the latest first."""

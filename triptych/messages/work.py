@@ -429,7 +429,7 @@ class Encode(Struct, frozen=True, tag=True):
     attempt: Count = 0
     """Number of the attempt to encode it (``MissingItem.attempt``)."""
     rows: RowRange | None = None
-    """The item's rows that the transfer brings, of which the first is its row 0; None for all."""
+    """The item's rows that the transfer brings; None for all. The transfer numbers them from 0."""
 
     @property
     def transfer_rows(self) -> RowRange:

@@ -78,13 +78,13 @@ class Admission:
         encode_backlog: float = 0.0,
         priority: int = 0,
         timeout: float | None = None,
-        answers: bool = True,
+        generates: bool = True,
     ) -> float:
         """Return the forecast seconds until the request is answered, 0 while too little is known.
 
         Raises what ``check_capacity`` raises, and Overloaded if the answer is not expected within ``timeout`` seconds
         and other requests are ahead. ``cost`` is None before the prompt is planned. ``encode_backlog`` is the cost of
-        the items in flight at encode instances. A request whose items are only encoded ``answers`` nothing.
+        the items in flight at encode instances. A request whose items are only encoded ``generates`` nothing.
 
         Dispatched requests that still wait for media do not count as ahead: they occupy encode instances only. Queued
         requests with media are not ahead of a text request, which has slots of its own
@@ -95,7 +95,7 @@ class Admission:
         cost = self.forecast.mean_cost if cost is None else cost
         encode = encode_backlog + self._items_ahead(client, items_cost) if has_media else 0.0
         ahead = WorkAhead(0.0, 0.0, encode, 0.0)
-        if answers:
+        if generates:
             queued = self._queue.cost_ahead(client, cost, priority, None if has_media else WorkKind.READY)
             ahead = WorkAhead(queued, self._requests.computing_cost, encode, cost)
         return self._policy.check_deadline(ahead, timeout if len(self._requests) else float("inf"), self.forecast, now)

@@ -40,14 +40,14 @@ class Availability:
         now, launched = self._clock.now(), self._membership.launched
         return "; ".join(launched.why_missing(stage, now) for stage in needed if stage not in served)
 
-    def unavailable(self, *, has_media: bool, answers: bool = True) -> TriptychError | None:
+    def unavailable(self, *, has_media: bool, generates: bool = True) -> TriptychError | None:
         """Return why no instance can serve a request, now or soon; None if one can. One whose items are only encoded
-        ``answers`` nothing."""
+        ``generates`` nothing."""
         if has_media and not self.takes_media:
             return MediaNotServed("this service has no encode instance: it takes text alone")
         now = self._clock.now()
         for stage in Stage:
-            needed = has_media if stage is Stage.ENCODE else answers
+            needed = has_media if stage is Stage.ENCODE else generates
             if needed and not self._membership.serves(stage, now):
                 return self.missing(stage)
         return None

@@ -164,7 +164,7 @@ class RequestLifecycle:
         timeout = min(timeout, self._config.request_timeout - record.seconds_spent)
         items_cost = sum(item.plan.cost for item in prompt.items)
         self._check(
-            True, client=record.client, items_cost=items_cost, priority=priority, timeout=timeout, answers=False
+            True, client=record.client, items_cost=items_cost, priority=priority, timeout=timeout, generates=False
         )
         self.rows.open(layout)
         choice = record.begin_choice(len(prompt.tokens), [item.number for item in prompt.items])
@@ -245,7 +245,7 @@ class RequestLifecycle:
         has_media: bool,
         priority: int = 0,
         timeout: float | None = None,
-        answers: bool = True,
+        generates: bool = True,
     ) -> Iterator[None]:
         """Hold an admission slot while the prompt is prepared, so that a request that can't be served never pays for
         fetching or planning. ``submit`` checks again, since conditions may have changed.
@@ -253,8 +253,8 @@ class RequestLifecycle:
         ``timeout`` is in seconds, None for the service's own limit. Raises Overloaded if the service is full or the
         answer is not expected in time, and RateLimited if the client is at its limit. Raises Unavailable if no instance
         can serve the request now or soon, and MediaNotServed if the topology has no encode instance. A request whose
-        items are only encoded ``answers`` nothing, and needs no language instance."""
-        self._check(has_media, client=record.client, priority=priority, timeout=timeout, answers=answers)
+        items are only encoded ``generates`` nothing, and needs no language instance."""
+        self._check(has_media, client=record.client, priority=priority, timeout=timeout, generates=generates)
         with self.admission.preparing(record.client):
             yield
 
@@ -270,16 +270,16 @@ class RequestLifecycle:
         with self.admission.preparing(record.client):
             yield
 
-    def _check(self, has_media: bool, *, client: str, answers: bool = True, **known: Any) -> float:
+    def _check(self, has_media: bool, *, client: str, generates: bool = True, **known: Any) -> float:
         """``Admission.check``, which also counts rejections."""
         try:
             if self.draining:
                 raise Overloaded("the service is shutting down", retry_after=5)
             now = self._clock.now()
-            if unavailable := self._availability.unavailable(has_media=has_media, answers=answers):
+            if unavailable := self._availability.unavailable(has_media=has_media, generates=generates):
                 raise unavailable
             backlog = self.encodes.cost_ahead(known.get("items_cost", 0.0)) if has_media else 0.0
-            known |= {"answers": answers, "encode_backlog": backlog}
+            known |= {"generates": generates, "encode_backlog": backlog}
             return self.admission.check(client, has_media=has_media, now=now, **known)
         except TriptychError as error:
             self._metrics.rejected(error)

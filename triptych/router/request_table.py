@@ -93,27 +93,27 @@ class RequestTable:
         """Note that a request's decode instance asks for its prompt's KV."""
         state.prefill_needed = needed
         self.num_openings += 1
-        self._prefill_changed(state)
+        self._update_waiting(state)
 
     def assign_prefill(self, state: RequestState, prefill: RemotePrefill) -> None:
         """Give a request's prompt to a prefill instance."""
         state.prefill = prefill
         self.charge(state, prefill)
-        self._prefill_changed(state)
+        self._update_waiting(state)
 
     def prefilled(self, state: RequestState) -> None:
         """Note that a request's remote prefill, if it has one, is done, cancelled or lost."""
         if (prefill := state.prefill) is not None:
             state.prefill = state.prefill_needed = None
             self.release(state, prefill)
-            self._prefill_changed(state)
+            self._update_waiting(state)
 
     def unassign(self, state: RequestState) -> None:
         """Take a request back from its language instances."""
         self.prefilled(state)
         if state.prefill_needed is not None:
             state.prefill_needed = None
-            self._prefill_changed(state)
+            self._update_waiting(state)
         if (decode := state.decode) is not None:
             state.decode = None
             self.release(state, decode)
@@ -196,7 +196,7 @@ class RequestTable:
     def __iter__(self) -> Iterator[RequestState]:
         return iter(list(self._requests.values()))
 
-    def _prefill_changed(self, state: RequestState) -> None:
+    def _update_waiting(self, state: RequestState) -> None:
         if state.waits_for_prefill:
             self._waiting_for_prefill[state.id] = state
         else:
