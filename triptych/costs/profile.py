@@ -1,0 +1,307 @@
+"""A profile: what a model's work costs on a machine. ``triptych profile`` writes it as JSON, and plans and simulations
+read it.
+
+All times are in seconds, sizes in bytes. A cost is measured with nothing else at work, on cores of its own;
+``Interference`` says what changes when two stages work at once.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from triptych.costs.forms import Form, Name, NotNegative
+from triptych.errors import ConfigError
+from triptych.messages.identity import ModelIdentity
+
+VERSION = 1
+MAX_BYTES = 16 * 2**20
+"""Largest profile that is read."""
+MAX_ENTRIES = 4096
+
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Stage = Literal["preprocess", "encode", "prefill", "decode", "frontend"]
+STAGES: tuple[Stage, ...] = ("preprocess", "encode", "prefill", "decode", "frontend")
+
+
+class Quartiles(Struct, frozen=True, forbid_unknown_fields=True):
+    """The spread of repeated measurements."""
+
+    low: NotNegative
+    """First quartile."""
+    median: NotNegative
+    high: NotNegative
+    """Third quartile."""
+    count: Positive
+
+
+class Point(Struct, frozen=True, forbid_unknown_fields=True):
+    """What was measured at one place."""
+
+    values: Annotated[dict[Name, NotNegative], Meta(max_length=16)]
+    """The value of each variable."""
+    seconds: Quartiles
+
+
+class FitError(Struct, frozen=True, forbid_unknown_fields=True):
+    """How far a form is from the medians of points, relative to them: 0.1 is 10 %."""
+
+    median: NotNegative
+    largest: NotNegative
+    left_out: NotNegative
+    """Median over the points of the error at a point that a fit without it makes."""
+
+
+class Cost(Struct, frozen=True, forbid_unknown_fields=True):
+    """One kind of work: points, and the form fitted to their medians."""
+
+    form: Form
+    error: FitError
+    noise: NotNegative
+    """Median over the points of half the distance between quartiles, relative to the median. For a normal distribution
+    the standard deviation is 1.48 times that."""
+    points: Annotated[tuple[Point, ...], Meta(max_length=MAX_ENTRIES)]
+
+    def seconds(self, **values: float) -> float:
+        """Return the seconds for values of the form's variables."""
+        return self.form.seconds(values)
+
+
+class AtThreads(Struct, frozen=True, forbid_unknown_fields=True):
+    """A cost with that number of compute threads."""
+
+    threads: Positive
+    cost: Cost
+
+
+class Item(Struct, frozen=True, forbid_unknown_fields=True):
+    """What an image of a size becomes."""
+
+    width: Positive
+    """Pixels."""
+    height: Positive
+    tokens: Count
+    """In the prompt, all of the item's: markers as well as rows."""
+    rows: Count
+    """Embeddings that are sent to prefill."""
+    patches: Count
+    """Inputs of the encoder, over all parts."""
+    parts: Count
+
+
+class Model(Struct, frozen=True, forbid_unknown_fields=True):
+    """The model that was measured."""
+
+    name: str
+    """The last part of its path."""
+    identity: ModelIdentity
+    takes_media: bool
+    kv_rows_per_token: Count
+    """Rows that prefill sends to decode, over all layers."""
+    kv_row_bytes: Count
+    embedding_row_bytes: Count
+    context_length: Positive
+    vocab_size: Positive
+    num_layers: Positive
+    page_size: Positive
+    """Tokens in a page of the KV cache."""
+    weight_bytes: dict[str, Count]
+    """By part: ``encoder`` and ``decoder``, as stored in the checkpoint."""
+
+
+class Machine(Struct, frozen=True, forbid_unknown_fields=True):
+    """The machine that was measured."""
+
+    cores: Positive
+    processor: str
+    memory_gib: NotNegative
+    kernel: str
+    python: str
+    load_average: Annotated[tuple[NotNegative, ...], Meta(max_length=3)]
+    """Before measuring, over 1, 5 and 15 minutes: with other work on the machine, costs are too high."""
+
+
+class Interference(Struct, frozen=True, forbid_unknown_fields=True):
+    """How much longer a stage takes while another works without pause in another process."""
+
+    stage: Stage
+    beside: Stage
+    cores: Literal["own", "shared"]
+    """``own``: each stage has cores of its own, and shares caches and memory bandwidth; ``shared``: both are pinned to
+    the same core with one thread each."""
+    threads: Positive
+    """Compute threads of the stage, and of the one beside it."""
+    slowdown: Quartiles
+    """Ratio of seconds to those alone: 1 is no disturbance; 2 is what an equal share of one core gives."""
+
+
+class Profile(Struct, frozen=True, forbid_unknown_fields=True):
+    """The costs of a model on a machine.
+
+    Variables of the forms, which ``batch_values`` and ``step_values`` compute for batches and steps:
+
+    - ``pixels`` of an image;
+    - ``parts``, ``patches`` and ``pairs`` of an encoder batch: the last is the sum over parts of patches²;
+    - ``tokens``, ``chunks`` and ``pairs`` of a step's prefill: the last is the sum over tokens of those attended to;
+    - ``sequences`` that decode in a step, and ``context``, the sum over them of the tokens attended to;
+    - ``bytes`` of a transfer;
+    - ``requests``, ``prompt_tokens``, ``media_bytes`` (of files as sent) and ``output_tokens`` of overheads.
+    """
+
+    kind: Literal["triptych-profile"]
+    version: Literal[1]
+    created: str
+    """When, in ISO 8601."""
+    triptych: str
+    """Version of the program."""
+    seconds: NotNegative
+    """How long the profile took."""
+    machine: Machine
+    model: Model
+    settings: dict[str, str | int | float | bool]
+    """Engine and encode settings that costs depend on, by their names in TOML (``dtype``, ``quantization``,
+    ``max_num_batched_tokens``, …)."""
+    items: Annotated[tuple[Item, ...], Meta(max_length=MAX_ENTRIES)]
+    """What images of several sizes become, in increasing pixels; empty for text models."""
+    preprocess: Annotated[dict[Name, Cost], Meta(max_length=64)]
+    """By format (``png``, ``jpeg``, …): a worker's seconds for an image of ``pixels``, hand-over included."""
+    encode: Annotated[tuple[AtThreads, ...], Meta(max_length=64)]
+    """Seconds on the compute thread of a batch of ``parts``, ``patches``, ``pairs``. Empty for text models."""
+    steps: Annotated[tuple[AtThreads, ...], Meta(max_length=64)]
+    """Seconds on the compute thread of a language engine's step of ``tokens``, ``chunks``, ``pairs``, ``sequences``,
+    ``context``: prefill alone, decode alone, and both."""
+    step_overhead: Cost
+    """Seconds of the loop between two steps, in which the compute thread waits, by ``sequences`` and ``chunks``."""
+    request_overhead: Annotated[dict[Stage, Cost], Meta(max_length=16)]
+    """By stage, processor seconds per request on an instance's loop besides steps, batches and preprocessing, by
+    ``requests`` and ``output_tokens``. A stage that isn't there has none measured."""
+    frontend: Cost
+    """Processor seconds of the frontend for ``requests`` with ``prompt_tokens``, ``media_bytes`` and
+    ``output_tokens``."""
+    transfers: Annotated[dict[Name, dict[Name, Cost]], Meta(max_length=16)]
+    """By fabric (``shm``, ``tcp``, …) and by kind of rows (``kv``, ``embeddings``): seconds from the offer until all of
+    ``bytes`` have landed. A fabric that can't be used here is missing."""
+    hop: Quartiles
+    """Seconds of a message one way between two processes of a service."""
+    interference: Annotated[tuple[Interference, ...], Meta(max_length=MAX_ENTRIES)]
+
+    def encode_at(self, threads: int) -> Cost:
+        """Return the encoder's cost with the measured number of threads nearest to this one. Raises ConfigError for a
+        model without encoder."""
+        return _nearest(self.encode, threads, f"{self.model.name} has no encoder")
+
+    def steps_at(self, threads: int) -> Cost:
+        """Return the cost of steps with the measured number of threads nearest to this one."""
+        return _nearest(self.steps, threads, "the profile has no steps")
+
+    def item(self, width: int, height: int) -> Item:
+        """Return the measured image whose number of pixels is nearest. Raises ConfigError for a text model."""
+        if not self.items:
+            raise ConfigError(f"{self.model.name} takes no images")
+        return min(self.items, key=lambda one: abs(one.width * one.height - width * height))
+
+    def slowdown(self, stage: Stage, beside: Stage, *, shared: bool) -> float:
+        """Return how many times as long a stage takes beside another: the median, or if the pair wasn't measured, 1
+        on cores of its own and 2 on a shared one."""
+        cores = "shared" if shared else "own"
+        found = [one for one in self.interference if (one.stage, one.beside, one.cores) == (stage, beside, cores)]
+        return found[0].slowdown.median if found else 2.0 if shared else 1.0
+
+    def costs(self) -> Iterator[tuple[str, Cost]]:
+        """Yield all costs with names, for reports and drawings."""
+        yield from ((f"preprocess {name}", cost) for name, cost in self.preprocess.items())
+        yield from ((f"encode, threads {one.threads}", one.cost) for one in self.encode)
+        yield from ((f"step, threads {one.threads}", one.cost) for one in self.steps)
+        yield "step overhead", self.step_overhead
+        yield from ((f"request overhead, {stage}", cost) for stage, cost in self.request_overhead.items())
+        yield "frontend", self.frontend
+        for fabric, kinds in self.transfers.items():
+            yield from ((f"transfer {kind}, {fabric}", cost) for kind, cost in kinds.items())
+
+
+def batch_values(patches: Sequence[int]) -> dict[str, float]:
+    """Return the variables of an encoder batch, given the patches of each of its parts."""
+    return {"parts": len(patches), "patches": sum(patches), "pairs": sum(one * one for one in patches)}
+
+
+def step_values(chunks: Iterable[tuple[int, int]]) -> dict[str, float]:
+    """Return the variables of a step, given each chunk's tokens and how many of its request's tokens come before. A
+    chunk of one token counts as decoding."""
+    values = dict.fromkeys(("tokens", "chunks", "pairs", "sequences", "context"), 0.0)
+    for length, before in chunks:
+        if length == 1:
+            values["sequences"] += 1
+            values["context"] += before + 1
+        else:
+            values["chunks"] += 1
+            values["tokens"] += length
+            values["pairs"] += length * before + length * (length + 1) / 2
+    return values
+
+
+class _Preamble(Struct, frozen=True):
+    """What tells a profile from other JSON."""
+
+    kind: Any = None
+    version: Any = None
+
+
+def read(path: Path) -> Profile:
+    """Read a profile. Raises ConfigError, with the place in the file, for another file, a damaged one, and one of
+    another version."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from None
+    return parse(content, str(path))
+
+
+def parse(content: bytes, name: str) -> Profile:
+    """Read a profile's JSON; ``name`` is for messages. Raises ConfigError as ``read`` does."""
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{name} is larger than a profile can be: {MAX_BYTES // 2**20} MiB")
+    try:
+        found = msgspec.json.decode(content, type=_Preamble)
+        if found.kind != "triptych-profile":
+            raise ConfigError(f"{name} is no profile: triptych profile MODEL --out FILE writes one")
+        if found.version != VERSION:
+            raise ConfigError(
+                f"{name} has version {str(found.version)[:20]}, and this program reads {VERSION}: profile again"
+            )
+        profile = msgspec.json.decode(content, type=Profile)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{name} is no valid profile: {error}") from None
+    for what, cost in profile.costs():
+        _check(cost, f"{name}: {what}")
+    return profile
+
+
+def write(profile: Profile, path: Path) -> None:
+    """Write a profile as indented JSON, all of it or nothing. Raises ConfigError where that isn't possible."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+        beside.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written: {error.strerror}") from None
+
+
+def _nearest(costs: tuple[AtThreads, ...], threads: int, missing: str) -> Cost:
+    if not costs:
+        raise ConfigError(missing)
+    return min(costs, key=lambda one: abs(math.log(one.threads / threads))).cost
+
+
+def _check(cost: Cost, name: str) -> None:
+    """Raise ConfigError for a form that can't be evaluated at the points."""
+    for point in cost.points:
+        if missing := cost.form.variables - point.values.keys():
+            raise ConfigError(f"{name}: a point lacks {', '.join(sorted(missing))}")
+        if not math.isfinite(cost.form.seconds(point.values)):
+            raise ConfigError(f"{name}: the form isn't finite")
