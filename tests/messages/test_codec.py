@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 
 from triptych.errors import BadMessage
 from triptych.messages.codec import Message, decode, encode
+from triptych.messages.consumers import ConsumerMessage
 from triptych.messages.operations import OperationsMessage
 from triptych.messages.rows import RowMessage
 from triptych.messages.work import Heartbeat, Prefilled, SamplingParams, WorkMessage
 from triptych.types import Address, TransferId
 
-KINDS = [*get_args(RowMessage), *get_args(WorkMessage), *get_args(OperationsMessage)]
+KINDS = [*get_args(RowMessage), *get_args(WorkMessage), *get_args(OperationsMessage), *get_args(ConsumerMessage)]
 
 
 def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:  # noqa: PLR0911, PLR0912 - one per kind
@@ -25,8 +26,8 @@ def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:  # noqa: PLR09
             return st.floats(0.5, 1e9 if kind.le is None else kind.le)
         case msgspec.inspect.StrType():
             return st.text(max_size=8)
-        case msgspec.inspect.BytesType():
-            return st.binary(max_size=16)
+        case msgspec.inspect.BytesType(min_length=least):
+            return st.binary(min_size=least or 0, max_size=max(16, least or 0))
         case msgspec.inspect.BoolType():
             return st.booleans()
         case msgspec.inspect.NoneType():

@@ -32,6 +32,7 @@ from triptych.engine.loop import EngineLoop
 from triptych.errors import BadMessage, InstanceLost, Unavailable
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message, decode, encode
+from triptych.messages.consumers import ConsumerMessage
 from triptych.messages.links import Link
 from triptych.messages.operations import OperationsMessage, SetRole
 from triptych.messages.rows import Abort, Done, Grant, Offer, RowMessage, TransferSide, Wrote
@@ -59,7 +60,9 @@ from triptych.stage_loop import StageLoop
 from triptych.topology import Role
 from triptych.types import Address, ItemPlan, RequestId, TransferId
 
-KINDS: list[type[Any]] = [*get_args(RowMessage), *get_args(WorkMessage), *get_args(OperationsMessage)]
+KINDS: list[type[Any]] = [
+    kind for messages in (RowMessage, WorkMessage, OperationsMessage, ConsumerMessage) for kind in get_args(messages)
+]
 ENDING: list[type[Any]] = [Stop, FrontendEnding, ChangeRole, SetRole]
 RESETTING: list[type[Any]] = [Registered, RegisterAgain, MessagesLost]
 """After these an instance may begin again (``Registered`` carries the length of a lease). They are rare, so that other

@@ -6,6 +6,7 @@ from typing import TypeVar
 import msgspec
 
 from triptych.errors import BadMessage
+from triptych.messages.consumers import ConsumerMessage
 from triptych.messages.operations import OperationsMessage
 from triptych.messages.rows import RowMessage
 from triptych.messages.work import WorkMessage
@@ -13,7 +14,7 @@ from triptych.types import Address
 
 T = TypeVar("T")
 
-Message = WorkMessage | RowMessage | OperationsMessage
+Message = WorkMessage | RowMessage | OperationsMessage | ConsumerMessage
 
 Send = Callable[[Address, Message], None]
 """Sends a message to an address; passed to components that hold no socket."""
