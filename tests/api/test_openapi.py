@@ -29,6 +29,7 @@ PATHS = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/responses"),
+    ("POST", "/v1/plan"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/v1/models"),
@@ -41,6 +42,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 4},
     "/v1/completions": {"prompt": "x", "max_tokens": 4},
     "/v1/responses": {"input": "x", "max_output_tokens": 4},
+    "/v1/plan": {"messages": MESSAGES, "max_tokens": 4},
     "/tokenize": {"messages": MESSAGES},
     "/detokenize": {"tokens": [1, 2]},
 }
@@ -127,7 +129,7 @@ def test_requests_from_the_document(short: Served, document: Any, method: str, p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "path"), PATHS[:5])
+@pytest.mark.parametrize(("method", "path"), PATHS[:6])
 def test_many_requests_from_the_document(short: Served, document: Any, method: str, path: str) -> None:
     """About 10,000 requests in total."""
     check_path(short, document, method, path, 3000 if PATHS.index((method, path)) < GENERATING else 500)

@@ -1,6 +1,5 @@
 """What the page shows of requests, and of prompts before they are sent."""
 
-import json
 import threading
 from contextlib import ExitStack
 from typing import Any
@@ -8,9 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.frontends import alone
 from tests.support.serving import CHAT, Served, image, image_part, text_part, wait_for
-from triptych.observe.pipeline import Figures, PromptPlan, RequestView
+from triptych.observe.pipeline import Figures, RequestView
 
 SECRET = "the-content-of-a-request"
 
@@ -98,52 +96,3 @@ def test_names_that_clients_choose_are_data(service: Served) -> None:
             assert answer.headers["content-type"] == "application/json", path
             assert answer.headers["x-content-type-options"] == "nosniff"
             assert evil not in answer.text
-
-
-# ── plans ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_plan_is_what_becomes_of_the_prompt_that_is_sent(service: Served) -> None:
-    content = [image_part(image(96, 64)), text_part(SECRET)]
-    with service.client() as client:
-        answer = client.post("/ui/plan", json=service.body(content))
-        assert answer.status_code == 200, answer.text
-        plan = msgspec.json.decode(answer.content, type=PromptPlan)
-    assert plan.num_tokens == service.post(content).json()["usage"]["prompt_tokens"]
-    [item] = plan.items
-    assert (item.modality, item.size.split(" → ")[0], item.parts) == ("image", "96 × 64", "")
-    assert 0 < item.num_tokens < plan.num_tokens
-    assert item.cost > 0
-    assert not [view for view in get(service, "/ui/requests", list[RequestView]) if view.endpoint == "/ui/plan"]
-    assert SECRET not in answer.text
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"", b"{", b"[]", b"[" * 100_000, b'{"messages": []}',
-        b'{"messages": [{"role": "user", "content": "x"}], "y": 1}',
-        b"\xff\xfe", json.dumps({"model": "another", "messages": [{"role": "user", "content": "x"}]}).encode(),
-        json.dumps({"messages": [{"role": "user", "content": [image_part(b"no image")]}]}).encode(),
-        json.dumps({"messages": [{"role": "user", "content": [
-            {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}]}]}).encode(),
-        json.dumps({"messages": [{"role": "user", "content": "x " * 200_000}]}).encode(),
-    ],
-)  # fmt: skip
-def test_a_plan_is_refused_as_the_request_would_be(service: Served, body: bytes) -> None:
-    with service.client() as client:
-        headers = {"Content-Type": "application/json"}
-        plan, chat = (client.post(path, content=body, headers=headers) for path in ("/ui/plan", CHAT))
-    assert plan.status_code == chat.status_code >= 400
-    assert plan.json()["error"]["code"] == chat.json()["error"]["code"]
-
-
-def test_a_plan_needs_what_the_data_needs(folder: Any) -> None:
-    body = json.dumps({"model": folder.name, "messages": [{"role": "user", "content": "x"}]}).encode()
-    with alone(folder, api_key=("sk",), max_body_mb=1, max_media_mb=1) as frontend, frontend.client() as client:
-        assert client.post("/ui/plan", content=body).status_code == 401
-        key = {"Authorization": "Bearer sk"}
-        assert client.post("/ui/plan", content=body, headers=key).status_code == 503  # no instance
-        assert client.post("/ui/plan", content=b"x" * 2**21, headers=key).status_code == 413
-    with alone(folder) as frontend:
-        assert frontend.ask_as("192.0.2.7", "/ui/plan", {}, "POST").status_code == 403

@@ -17,7 +17,6 @@ from tests.support.published_files import ORIGINALS
 from tests.support.sounds import sound, tone
 from tests.support.tiny import HEARING, OWN_TOWERS, SHARED, TINY, Tiny, write_settings
 from tests.support.video_cases import listed, user
-from triptych.api.ui_plan import prompt_plan
 from triptych.models.registry import FAMILIES
 from triptych.prompt.prompt import PlannedPrompt, PromptBuilder
 
@@ -275,8 +274,7 @@ def test_each_planner_is_tried() -> None:
 
 
 def test_items_keep_their_places_in_the_request(tmp_path: Path) -> None:
-    """Also where the template has another order: ``/ui`` shows their plans in the request's."""
+    """Also where the template has another order: plans have the request's."""
     builder = PromptBuilder(folder_of("llava_onevision", OWN["llava_onevision"], tmp_path / "model"))
     prompt = builder.build(user({"type": "video", "data": VIDEO}, "Look:", {"type": "image", "data": IMAGES[0]}))
     assert [(item.number, item.plan.modality) for item in prompt.items] == [(1, "image"), (0, "video")]
-    assert [item.modality for item in prompt_plan(prompt, builder.planner).items] == ["video", "image"]

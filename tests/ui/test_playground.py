@@ -121,7 +121,7 @@ def uploads(page: Page) -> Iterator[list[list[bool]]]:
     sent = list[list[bool]]()
 
     def note(request: Request) -> None:
-        if request.url.endswith(("/ui/plan", "/v1/chat/completions")):
+        if request.url.endswith(("/v1/plan", "/v1/chat/completions")):
             sent.append(has_media(request))
 
     page.on("request", note)
@@ -131,9 +131,9 @@ def uploads(page: Page) -> Iterator[list[list[bool]]]:
 
 def planned(page: Page, change: Callable[[], object]) -> int:
     """Tokens of the prompt, as planned after a change."""
-    with page.expect_response(lambda one: one.url.endswith("/ui/plan") and one.ok) as answer:
+    with page.expect_response(lambda one: one.url.endswith("/v1/plan") and one.ok) as answer:
         change()
-    return int(answer.value.json()["num_tokens"])
+    return int(answer.value.json()["prompt_tokens"])
 
 
 def test_media_are_sent_once(browser: Browser, service: Served) -> None:
@@ -181,10 +181,10 @@ def test_media_that_the_service_has_dropped_are_sent_again(browser: Browser, ser
             (1, [[True, False]]),  # the service doesn't seem to keep the first
         ):
             sent.clear()
-            forget(page, "**/ui/plan", times)
+            forget(page, "**/v1/plan", times)
             assert planned(page, lambda: question.fill("?" if question.input_value() else "And this")) > num_tokens
             assert sent == wanted
-            page.unroute("**/ui/plan")
+            page.unroute("**/v1/plan")
         sent.clear()
         forget(page, "**/v1/chat/completions", 2)
         page.get_by_role("button", name="Send").click()
@@ -202,8 +202,8 @@ def test_an_answer_waits_for_the_upload_that_is_under_way(browser: Browser, serv
         def hold(route: Route) -> None:
             held.append(route)
 
-        page.route("**/ui/plan", hold)
-        with page.expect_request("**/ui/plan"):
+        page.route("**/v1/plan", hold)
+        with page.expect_request("**/v1/plan"):
             paste(page, image(96, 64, seed=421), "large.png")
         for button, state in (("Send", "waiting for the first token"), ("Stop", "stopped"), ("Send", "waiting")):
             page.get_by_role("button", name=button).click()
@@ -236,8 +236,8 @@ def test_it_says_that_the_service_is_silent(browser: Browser, service: Served) -
         page.clock.install()
         viewer.open("playground")
         is_ready(page)
-        page.route("**/ui/plan", lambda _: None)
-        with page.expect_request("**/ui/plan"):
+        page.route("**/v1/plan", lambda _: None)
+        with page.expect_request("**/v1/plan"):
             page.get_by_label("Question").fill("Hello")
         page.clock.fast_forward(31_000)
         expect(page.locator("#plan")).to_have_text("the service has sent nothing for 30 s")
@@ -272,7 +272,7 @@ def test_files_that_are_no_media_are_named_and_text_can_be_dragged(
         drop(page, "#drop", notes)
         error = page.locator("#files-error")
         expect(error).to_have_text("notes.txt is neither a picture, a video nor audio.")
-        with page.expect_response("**/ui/plan"):
+        with page.expect_response("**/v1/plan"):
             page.get_by_label("Question").fill("Hello")
         expect(page.locator("#plan")).to_contain_text("The prompt will have")
         expect(error).to_be_visible()

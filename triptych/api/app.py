@@ -23,6 +23,7 @@ from triptych.api import (
     encode,
     errors,
     objects,
+    plan,
     response_endpoints,
     responses,
     tokens,
@@ -51,7 +52,6 @@ from triptych.api.responses_schemas import ResponsesRequest
 from triptych.api.schemas import ChatCompletionRequest
 from triptych.api.security import check_right
 from triptych.api.sse import BodyStream, disconnected, error_event
-from triptych.api.ui_plan import prompt_plan
 from triptych.api.validation import parse_request
 from triptych.config.security import ENCODE_RIGHT
 from triptych.errors import InternalError, InvalidRequest, TriptychError
@@ -81,10 +81,10 @@ def create_app(api: ApiContext) -> FastAPI:
     _add_generation_endpoints(app, api)
     _add_anthropic_endpoints(app, api)
     _add_token_endpoints(app, api)
-    _add_encode_endpoint(app, api)
+    _add_media_endpoints(app, api)
     _add_service_endpoints(app, api)
     if api.frontend.http.ui:
-        ui.add_endpoints(app, api, _plan_handler(api))
+        ui.add_endpoints(app, api)
     add_openapi(app)
     app.add_exception_handler(TriptychError, _on_error)
     app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=CLIENT_CLOSED_REQUEST))
@@ -178,18 +178,6 @@ def _add_anthropic_endpoints(app: FastAPI, api: ApiContext) -> None:
         return JsonResponse(await _cancel_on_disconnect(request, counting))
 
 
-def _plan_handler(api: ApiContext) -> ui.Handler:
-    async def plan(request: Request) -> Response:
-        """What becomes of a conversation (``PromptPlan``), which isn't answered."""
-        text, context = await _read_request(request, api)
-        parsed = parse_request(ChatCompletionRequest, text)
-        context = context.with_timeout(parsed.timeout)
-        prompt, _ = await _cancel_on_disconnect(request, chat.plan_prompt(api, parsed, context))
-        return JsonResponse(prompt_plan(prompt, api.prompt_builder.planner))
-
-    return plan
-
-
 def _add_token_endpoints(app: FastAPI, api: ApiContext) -> None:
     for prefix in ("", "/v1"):
 
@@ -216,7 +204,18 @@ def _add_token_endpoints(app: FastAPI, api: ApiContext) -> None:
             return JsonResponse(await _cancel_on_disconnect(request, tokens.detokenize(api, parsed, context)))
 
 
-def _add_encode_endpoint(app: FastAPI, api: ApiContext) -> None:
+def _add_media_endpoints(app: FastAPI, api: ApiContext) -> None:
+    @app.post(
+        "/v1/plan",
+        openapi_extra=request_body(ChatCompletionRequest),
+        responses=json_responses(objects.PromptPlan),
+    )
+    async def chat_plan(request: Request) -> Response:
+        """What becomes of a chat request, which isn't answered: its tokens, its media, and whether it is admitted."""
+        text, context = await _read_request(request, api)
+        parsed = parse_request(ChatCompletionRequest, text)
+        return JsonResponse(await _cancel_on_disconnect(request, plan.plan(api, parsed, context)))
+
     @app.post(
         "/v1/encode",
         openapi_extra=request_body(encode.EncodeRequest),

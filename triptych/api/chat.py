@@ -36,6 +36,18 @@ async def prepare(api: ApiContext, request: ChatCompletionRequest, context: Requ
     """Plan the request's prompt and fix its sampling and its answer's grammar. Raises RequestError and ServiceError."""
     context = context.with_timeout(request.timeout)
     prompt, intervals = await plan_prompt(api, request, context)
+    return await prepare_planned(api, request, context, prompt, intervals)
+
+
+async def prepare_planned(
+    api: ApiContext,
+    request: ChatCompletionRequest,
+    context: RequestContext,
+    prompt: PlannedPrompt,
+    intervals: list[Interval],
+) -> PreparedChat:
+    """Fix the sampling and the answer's grammar of a request whose prompt is planned; ``intervals`` were spent on that.
+    Raises InvalidRequest."""
     grammar = None
     if request.is_constrained or request.callable_tools:
         grammar = await api.grammars.checked(

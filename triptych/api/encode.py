@@ -17,13 +17,13 @@ from triptych.api.conversation import plan_conversation
 from triptych.api.fields import MAX_TIMEOUT, Name
 from triptych.api.generation import RequestContext, check_model
 from triptych.api.media_parts import media_parts
+from triptych.api.plan import media_item
 from triptych.api.schemas import ConversationFields
 from triptych.errors import InvalidRequest
 from triptych.messages.rows import RowLayout
 from triptych.prompt.prompt import PlannedItem
 from triptych.router.request_state import RowAnswer
 from triptych.transfer.memory import Bytes
-from triptych.types import AudioHeader, VideoHeader
 
 Format = Literal["safetensors", "npy"]
 MEDIA_TYPES: dict[Format, str] = {"safetensors": "application/octet-stream", "npy": "application/json"}
@@ -108,25 +108,6 @@ async def body(encoded: EncodedMedia, encoding_format: Format) -> AsyncGenerator
         yield piece
 
 
-def _entry(number: int, item: PlannedItem, width: int) -> dict[str, Any]:
-    """Return what an answer says of an item (``objects.EmbeddingItem``)."""
-    plan, header = item.plan, item.plan.header
-    entry: dict[str, Any] = {
-        "object": "embedding",
-        "index": number,
-        "type": plan.modality,
-        "key": item.key,
-        "tokens": plan.rows,
-        "shape": [plan.rows, width],
-        "grid_thw": list(plan.grid),
-    }
-    if not isinstance(header, AudioHeader):
-        entry["size"] = {"height": plan.resized_height, "width": plan.resized_width}
-    if isinstance(header, AudioHeader | VideoHeader):
-        entry["seconds"] = header.seconds
-    return entry
-
-
 def _safetensors(encoded: EncodedMedia) -> Iterator[bytes]:
     """Yield a safetensors file (``checkpoint/safetensors_header.py`` has the format)."""
     layout, entries = encoded.layout, _entries(encoded)
@@ -160,7 +141,8 @@ def _json(encoded: EncodedMedia) -> Iterator[bytes]:
 
 
 def _entries(encoded: EncodedMedia) -> list[dict[str, Any]]:
-    return [_entry(number, item, encoded.layout.width) for number, (item, _) in enumerate(encoded.items)]
+    width = encoded.layout.width
+    return [media_item("embedding", item) | {"shape": [item.plan.rows, width]} for item, _ in encoded.items]
 
 
 def _npy(rows: Bytes, layout: RowLayout) -> Iterator[bytes]:

@@ -218,23 +218,77 @@ class MediaSize(TypedDict):
     width: int
 
 
-class EmbeddingItem(TypedDict):
-    """One media item's embedding. ``rows`` is a NumPy file in base64; a safetensors answer has a tensor instead."""
+class MediaItem(TypedDict):
+    """One media item of a conversation."""
 
-    object: Literal["embedding"]
     index: int
     type: Literal["image", "video", "audio"]
     key: str
     """Names the item's content, plan and model: equal ones have equal rows."""
     tokens: int
     """Rows, which are the prompt's tokens for the item."""
-    shape: list[int]
     grid_thw: list[int]
     """Patches in time, rows and columns."""
     size: NotRequired[MediaSize]
-    """What it was resized to, in pixels; not for audio."""
+    """What it is resized to, in pixels; not for audio."""
     seconds: NotRequired[float]
+    """Length of a video or of audio."""
+
+
+class EmbeddingItem(MediaItem):
+    """One media item's embedding. ``rows`` is a NumPy file in base64; a safetensors answer has a tensor instead."""
+
+    object: Literal["embedding"]
+    shape: list[int]
     rows: NotRequired[str]
+
+
+class MediaPlan(MediaItem):
+    """What becomes of one media item, known from its header."""
+
+    object: Literal["media.plan"]
+    file_bytes: int
+    file_size: NotRequired[MediaSize]
+    """Size of the image, or of the video's frames, in pixels."""
+    frames: NotRequired[int]
+    """Frames of a video that are used."""
+    parts: int
+    """Parts that are encoded by themselves."""
+    patches: int
+    cost: float
+    """Cost of encoding, in units of the work that the tower's linear layers do for one patch."""
+    bytes: int | None
+    """Size of its rows; null before an encode instance has joined."""
+    cached: bool
+    """Whether an encode instance probably has its rows, or is encoding them."""
+
+
+class PlannedAdmission(TypedDict):
+    """Whether the request would be admitted now. Forecasts are null while too little is known."""
+
+    admitted: bool
+    wait_seconds: float | None
+    """Until work on it begins."""
+    answer_seconds: float | None
+    """Until it is answered."""
+    error: "ErrorDetails | None"
+    """What the request would be answered with otherwise."""
+    retry_after: int | None
+    """Seconds after which it may be admitted."""
+
+
+class PromptPlan(TypedDict):
+    """What becomes of a chat request."""
+
+    object: Literal["plan"]
+    model: str
+    prompt_tokens: int
+    """Tokens of the whole prompt, those of its media included."""
+    max_tokens: int
+    """Tokens that the answer may have at most."""
+    data: list[MediaPlan]
+    """Its media, in the request's order."""
+    admission: PlannedAdmission
 
 
 class EmbeddingList(TypedDict):

@@ -32,11 +32,10 @@ DAY_MS = 86_400_000.0
 """An objective that every answer meets, in milliseconds."""
 
 
-def add_endpoints(app: FastAPI, api: ApiContext, plan: Handler) -> None:
-    """Add the page and its endpoints. ``plan`` answers with what becomes of a conversation."""
+def add_endpoints(app: FastAPI, api: ApiContext) -> None:
+    """Add the page and its endpoints."""
     for path, handler in UiEndpoints(api).data.items():
         _add(app, f"{PAGE}/{path}", _guarded(handler), "GET")
-    _add(app, f"{PAGE}/plan", _guarded(plan), "POST")
     _add(app, PAGE, _file, "GET", "HEAD")
     _add(app, f"{PAGE}/{{name:path}}", _file, "GET", "HEAD")
 

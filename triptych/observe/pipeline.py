@@ -219,25 +219,3 @@ class Figures(Struct, frozen=True):
     step: float
     buckets: list[FiguresBucket]
     """The oldest first; spans without any request are left out."""
-
-
-class ItemPreview(Struct, frozen=True):
-    """What becomes of a media item, known before it is decoded."""
-
-    modality: str
-    size: str
-    """Like ``448 × 448``, ``1920 × 1080 → 896 × 504``, or ``10.2 s``."""
-    parts: str
-    """Like ``5 tiles`` or ``32 frames, 16 steps in time``; empty if it stays whole."""
-    num_tokens: int
-    cost: float
-    """Cost of encoding that the plan states."""
-
-
-class PromptPlan(Struct, frozen=True):
-    """What becomes of a conversation."""
-
-    num_tokens: int
-    """Tokens of the whole prompt, those of its items included."""
-    items: list[ItemPreview]
-    """In the request's order."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from triptych.client_costs import ClientCosts
 from triptych.config import AdmissionConfig
 from triptych.fair_queue import FairQueue, QueueState, Ticket
-from triptych.router.admission_policy import AdmissionPolicy, InFlight, WorkAhead
+from triptych.router.admission_policy import AdmissionPolicy, Expected, InFlight, WorkAhead
 from triptych.router.forecast import Forecast
 from triptych.router.instance import WorkKind
 from triptych.router.request_state import RequestState
@@ -79,8 +79,8 @@ class Admission:
         priority: int = 0,
         timeout: float | None = None,
         generates: bool = True,
-    ) -> float:
-        """Return the forecast seconds until the request is answered, 0 while too little is known.
+    ) -> Expected:
+        """Return the request's forecast times.
 
         Raises what ``check_capacity`` raises, and Overloaded if the answer is not expected within ``timeout`` seconds
         and other requests are ahead. ``cost`` is None before the prompt is planned. ``encode_backlog`` is the cost of
@@ -91,7 +91,7 @@ class Admission:
         (``Instance.has_stalling_room``)."""
         self.check_capacity(client, now)
         if priority == PROBE_PRIORITY:
-            return 0.0
+            return Expected(0.0, 0.0)
         cost = self.forecast.mean_cost if cost is None else cost
         encode = encode_backlog + self._items_ahead(client, items_cost) if has_media else 0.0
         ahead = WorkAhead(0.0, 0.0, encode, 0.0)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from triptych.config import AdmissionConfig
 from triptych.errors import Overloaded, RateLimited
@@ -39,6 +40,19 @@ class WorkAhead:
         return self.queued + self.computing / 2
 
 
+class Expected(NamedTuple):
+    """Forecast times of a request, in seconds; both are 0 while too little is known."""
+
+    wait: float
+    """Until work on it begins."""
+    work: float
+
+    @property
+    def seconds(self) -> float:
+        """Until it is answered."""
+        return self.wait + self.work
+
+
 class AdmissionPolicy:
     """Admits requests against limits and deadlines."""
 
@@ -54,8 +68,8 @@ class AdmissionPolicy:
         if limit and in_flight.of_client >= limit:
             raise RateLimited(f"{in_flight.of_client} of your requests are waiting or running, the most allowed")
 
-    def check_deadline(self, ahead: WorkAhead, timeout: float | None, forecast: Forecast, now: float) -> float:
-        """Return the forecast seconds until the request is answered, 0 while too little is known.
+    def check_deadline(self, ahead: WorkAhead, timeout: float | None, forecast: Forecast, now: float) -> Expected:
+        """Return the request's forecast times.
 
         Raises Overloaded if the answer is not expected within ``timeout`` seconds; None is the service's own limit."""
         wait, work = forecast.seconds(ahead.language, ahead.cost, ahead.encode, now)
@@ -64,7 +78,7 @@ class AdmissionPolicy:
         if wait and seconds > limit:
             reason = f"the answer would take about {seconds:.0f} s, more than the {limit:g} s it may take"
             raise Overloaded(reason, retry_after(seconds - limit, forecast, now))
-        return wait + work
+        return Expected(wait, work)
 
 
 def retry_after(seconds: float, forecast: Forecast, now: float) -> int:

@@ -360,6 +360,12 @@ class EncodeDispatcher:
         """Return whether an encode instance probably has an item's rows, or is encoding them."""
         return all(name in instance.encoded for name in task.part_names)
 
+    def has_cached(self, item: PlannedItem, salt: str) -> bool:
+        """Return whether an encode instance probably has an item's rows, or is encoding them."""
+        names = part_names(item.key, salt, range(item.plan.num_parts))
+        instances = self._membership.encode_instances(begun=True)
+        return any(all(name in one.encoded for name in names) for one in instances)
+
     def _fits_any(self, instances: Sequence[Instance], task: EncodeTask) -> bool:
         return any(self._fits(task, one) for one in instances)
 

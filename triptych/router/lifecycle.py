@@ -21,6 +21,7 @@ from triptych.observe.metrics import Metrics
 from triptych.observe.requests import RequestRecord
 from triptych.prompt.prompt import PlannedPrompt
 from triptych.router.admission import Admission
+from triptych.router.admission_policy import Expected
 from triptych.router.availability import Availability
 from triptych.router.encode_dispatcher import EncodeDispatcher
 from triptych.router.instance import Instance, WorkKind
@@ -138,7 +139,7 @@ class RequestLifecycle:
             priority=priority,
             cost=cost,
             items_cost=items_cost,
-            expected=expected,
+            expected=expected.seconds,
         )
         self._metrics.admitted(choice)
         self.requests.add(state)
@@ -186,12 +187,17 @@ class RequestLifecycle:
         self.pump.run()
         return state.stream, answer
 
+    @property
+    def media_layout(self) -> RowLayout | None:
+        """Layout of the rows that encode instances make; None while none has joined."""
+        layouts = (instance.media_layout for instance in self._membership.encode_instances(begun=True))
+        return next(filter(None, layouts), None)
+
     def row_layout(self) -> RowLayout:
-        """Return the layout of the rows that encode instances make. Raises Unavailable while none has joined."""
-        for instance in self._membership.encode_instances(begun=True):
-            if (layout := instance.media_layout) is not None:
-                return layout
-        raise self._availability.missing(Stage.ENCODE)
+        """Return ``media_layout``. Raises Unavailable while there is none."""
+        if (layout := self.media_layout) is None:
+            raise self._availability.missing(Stage.ENCODE)
+        return layout
 
     def _state(
         self,
@@ -270,20 +276,38 @@ class RequestLifecycle:
         with self.admission.preparing(record.client):
             yield
 
-    def _check(self, has_media: bool, *, client: str, generates: bool = True, **known: Any) -> float:
-        """``Admission.check``, which also counts rejections."""
+    def expected(
+        self, record: RequestRecord, prompt: PlannedPrompt, max_tokens: int, *, timeout: float, priority: int = 0
+    ) -> Expected:
+        """Return the forecast times of a request that isn't submitted. Raises what ``submit`` would raise now, and
+        counts no rejection."""
+        return self._expected(
+            bool(prompt.items),
+            client=record.client,
+            cost=self.admission.forecast.cost(len(prompt.tokens), max_tokens),
+            items_cost=sum(item.plan.cost for item in prompt.items),
+            priority=priority,
+            timeout=min(timeout, self._config.request_timeout - record.seconds_spent),
+        )
+
+    def _check(self, has_media: bool, *, client: str, **known: Any) -> Expected:
+        """``_expected``, which also counts rejections."""
         try:
-            if self.draining:
-                raise Overloaded("the service is shutting down", retry_after=5)
-            now = self._clock.now()
-            if unavailable := self._availability.unavailable(has_media=has_media, generates=generates):
-                raise unavailable
-            backlog = self.encodes.cost_ahead(known.get("items_cost", 0.0)) if has_media else 0.0
-            known |= {"generates": generates, "encode_backlog": backlog}
-            return self.admission.check(client, has_media=has_media, now=now, **known)
+            return self._expected(has_media, client=client, **known)
         except TriptychError as error:
             self._metrics.rejected(error)
             raise
+
+    def _expected(self, has_media: bool, *, client: str, generates: bool = True, **known: Any) -> Expected:
+        """``Admission.check``, after what speaks against any request."""
+        if self.draining:
+            raise Overloaded("the service is shutting down", retry_after=5)
+        now = self._clock.now()
+        if unavailable := self._availability.unavailable(has_media=has_media, generates=generates):
+            raise unavailable
+        backlog = self.encodes.cost_ahead(known.get("items_cost", 0.0)) if has_media else 0.0
+        known |= {"generates": generates, "encode_backlog": backlog}
+        return self.admission.check(client, has_media=has_media, now=now, **known)
 
     def demand(self, instance: Instance) -> Demand:
         """Return what there is for an instance: what it has, and all that waits."""

@@ -1,7 +1,7 @@
 // Media attached in the playground: chosen, dropped, pasted or taken with the camera.
 
 import { byId, h, reconcile, say, show } from "./dom.js";
-import { bytes, count } from "./format.js";
+import { bytes, count, plural } from "./format.js";
 import { newName } from "./net.js";
 
 const UNKNOWN = "unknown_media"; // the code of the error that a uuid stands for nothing
@@ -124,9 +124,22 @@ class Item {
       say(this.plan, bytes(size));
       return;
     }
-    const facts = [plan.size, plan.parts, `${count(plan.num_tokens)} tokens`, `cost ${plan.cost.toLocaleString("en", { maximumFractionDigits: 1 })}`];
+    const facts = [sizeOf(plan), partsOf(plan), `${count(plan.tokens)} tokens`, `cost ${plan.cost.toLocaleString("en", { maximumFractionDigits: 1 })}`, plan.cached && "encoded already"];
     say(this.plan, facts.filter(Boolean).join(" · "));
   }
+}
+
+/** What the file has, and what it is resized to: `1920 × 1080 → 896 × 504`. */
+function sizeOf({ seconds, file_size, size }) {
+  const length = seconds === undefined ? "" : `${seconds.toFixed(1)} s`;
+  const areas = [file_size, size].filter(Boolean).map(({ width, height }) => `${width} × ${height}`);
+  return [length, [...new Set(areas)].join(" → ")].filter(Boolean).join(", ");
+}
+
+/** Like `5 tiles` or `32 frames, 16 steps in time`; empty if it stays whole. */
+function partsOf({ type, frames, parts, grid_thw: [steps] }) {
+  if (type === "video") return plural(frames, "frame") + (steps === frames ? "" : `, ${plural(steps, "step")} in time`);
+  return parts > 1 ? plural(parts, type === "image" ? "tile" : "part") : "";
 }
 
 function preview(item) {

@@ -86,15 +86,16 @@ async function planOnce(isCurrent) {
     await learnModel();
     const found = await attachments.sendOnce((parts, hasThem) => {
       const { stream: _, ...request } = body(parts);
-      return postJson("ui/plan", request, (response) => {
+      return postJson("v1/plan", request, (response) => {
         hasThem();
         return response.json();
       });
     });
     if (!isCurrent()) return;
-    attachments.setPlans(found.items);
-    const media = found.items.reduce((sum, item) => sum + item.num_tokens, 0);
-    planText(`The prompt will have ${plural(found.num_tokens, "token")}${media ? `, ${count(media)} of them media` : ""}.`);
+    attachments.setPlans(found.data);
+    const media = found.data.reduce((sum, item) => sum + item.tokens, 0);
+    const refusal = found.admission.error;
+    planText(`The prompt will have ${plural(found.prompt_tokens, "token")}${media ? `, ${count(media)} of them media` : ""}.${refusal ? ` It can't be answered now: ${refusal.message}.` : ""}`, Boolean(refusal));
   } catch (error) {
     if (isCurrent()) planText(error.message, true);
   }
