@@ -246,8 +246,7 @@ class MediaNotFetched(MediaError):
 class DecodeFailed(MediaError):
     """The item's decoder crashed, or exceeded its time or memory limit.
 
-    Encode the item again, or send a smaller one. The operator can raise ``--decode-timeout`` and
-    ``--decode-memory-mb``.
+    Encode the item again, or send a smaller one.
     """
 
 

@@ -14,7 +14,7 @@ from tests.support.certificates import make_certificate
 from tests.support.frontends import Alone, alone
 from tests.support.serving import CHAT, Served, image_part, served, text_part
 from triptych.api.security import ApiKeys
-from triptych.config import AuthConfig, CorsConfig, TlsConfig
+from triptych.config import AuthConfig, TlsConfig
 from triptych.errors import ConfigError
 
 FIRST, SECOND, THIRD = "sk-first", "sk-second", "sk-third"
@@ -219,11 +219,6 @@ def test_cors_is_for_the_named_origins(guarded: Served) -> None:
     assert response.headers["access-control-allow-origin"] == ORIGIN
     assert "x-request-id" in response.headers["access-control-expose-headers"].lower()
     assert "access-control-allow-origin" not in asked(guarded, {"Origin": "https://evil.example.org"}).headers
-
-
-def test_credentials_for_all_origins_are_refused() -> None:
-    with pytest.raises(ConfigError, match="exclude each other"):
-        CorsConfig(allowed_origins=("*",), allow_credentials=True)
 
 
 # ── TLS ──────────────────────────────────────────────────────────────────────────────────────────────────────

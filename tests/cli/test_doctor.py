@@ -117,10 +117,10 @@ def test_layers_that_attend_in_chunks(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_what_a_requests_state_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of each of three layers: 12 heads of 12 × 20 values, and 3 tokens of 336 channels."""
     hybrid = make_tiny(tmp_path, BACKBONES["qwen3_5"])
-    settings = ("--dtype", "float32", "--max-num-seqs", "3", "--state-snapshots", "5")
+    settings = ("--dtype", "float32", "--max-num-seqs", "3")
     _, checks = examined(capsys, hybrid, "--device", "cpu", "--port", "0", *settings)
     state = 3 * 4 * (12 * 12 * 20 + 3 * 336) / 2**20
-    shown = f"ok float32, 0.8 KiB per token; {state:.2f} MiB of state per request, for 8 requests and snapshots"
+    shown = f"ok float32, 0.8 KiB per token; {state:.2f} MiB of state per request, for 19 requests and snapshots"
     assert checks["KV cache"].split() == shown.split()
 
 

@@ -37,7 +37,6 @@ NOT_ALONE = (
     "ssl_keyfile",
     "request_log_file",
     "max_queue_per_client",
-    "own_port",
     "ui_trace_url",
 )
 """Settings that another one has to go with."""
@@ -93,8 +92,6 @@ def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
         "api_key_file": "/srv/keys",
         "allowed_origins": "https://a.org, https://b.org",
         "allowed_hosts": "a.org, b.org",
-        "allowed_methods": "GET, PUT",
-        "allowed_headers": "a, b",
         "allowed_local_media_path": "/srv/media",
         "max_image_pixels": "7",
         "fabric": "shm",

@@ -17,8 +17,8 @@ SAME = """
 --enable-log-requests --block-size 32 --shutdown-timeout 7 --kv-cache-dtype int8 --enable-prefix-caching
 --no-enable-prefix-caching --quantization int8 --device cpu --log-level info --threads 2
 --ssl-keyfile f --ssl-certfile f
---allowed-origins a.org --allowed-methods GET --allowed-headers a --allow-credentials --tool-call-parser hermes
---reasoning-parser qwen3 --page-size 16 --client-timeout 5
+--allowed-origins a.org --tool-call-parser hermes
+--reasoning-parser qwen3 --page-size 16
 """
 
 ALIASES = {

@@ -103,6 +103,6 @@ def test_states_have_their_part_of_the_memory() -> None:
 
 
 def test_states_that_leave_no_room_for_a_page_are_rejected() -> None:
-    words = "--kv-cache-memory 50%: the states of --max-num-seqs 8 requests and --state-snapshots 4 take 0.46 MiB of it"
+    words = "--kv-cache-memory 50%: the states of --max-num-seqs 8 requests and of 4 prefixes take 0.46 MiB of it"
     with pytest.raises(StartError, match=words):
         with_states(40_400)

@@ -38,10 +38,9 @@ SETTINGS = (
     *("--restart-hold", "0"),  # what needs a lost stage fails at once
     *("--placement", "least-loaded"),  # requests that begin together go to different instances
     *("--lease-expiry", str(LEASE)),
-    *("--receive-blocks", "1"),
     *("--log-level", "debug"),  # each state of each transfer
 )
-INTERNAL = {"receive_block_rows": 16, "inject_faults": f"delay=1,seconds={WRITE}"}
+INTERNAL = {"receive_block_rows": 16, "receive_blocks": 1, "inject_faults": f"delay=1,seconds={WRITE}"}
 TOGETHER = {"e": "E", "pd": "PD"}
 SPLIT = {"e": "E", "p0": "P", "p1": "P", "d": "D"}
 DECODERS = {"e": "E", "p": "P", "d0": "D", "d1": "D"}

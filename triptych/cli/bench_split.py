@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = _plan(arguments, config)
     pin_to_cores(config.engine.cpus.cores)
     name = flags.model_name(arguments, config)
-    config = replace(config, frontend=config.frontend.having({"port": 0, "control_port": 0, "own_port": 0}))
+    config = replace(config, frontend=config.frontend.having({"port": 0, "control_port": 0}))
     about = report.About(shlex.join(["triptych", *sys.argv[1:]]), name, machine())
     # rather refused now than after minutes
     _write(Results([]), plan, about, arguments)

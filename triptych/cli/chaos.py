@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = flags.serve_config(arguments)
     pin_to_cores(config.engine.cpus.cores)
     name = flags.model_name(arguments, config)
-    config = dataclasses.replace(config, frontend=config.frontend.having({"port": 0, "control_port": 0, "own_port": 0}))
+    config = dataclasses.replace(config, frontend=config.frontend.having({"port": 0, "control_port": 0}))
     if arguments.walk is not None:
         return _walk(arguments, config, name, console)
     _write([], arguments.report)  # rather refused now than after minutes

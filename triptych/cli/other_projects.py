@@ -65,9 +65,7 @@ _TABLE = {
     "language_only language_model_only": "use --role PD",
     "encoder_urls": "encoders join the frontend: --role E --join HOST:PORT",
     "disaggregation_mode": "use --role P or --role D, or a --topology such as 1E1P1D",
-    "kv_transfer_config": "use --fabric and --kv-receive-blocks",
-    "ec_transfer_config": "use --fabric and --receive-blocks",
-    "encoder_transfer_backend disaggregation_transfer_backend": "use --fabric",
+    "kv_transfer_config ec_transfer_config encoder_transfer_backend disaggregation_transfer_backend": "use --fabric",
     # requests and answers
     "seed random_seed temp temperature top_k top_p min_p n_predict n repeat_penalty format think hidethinking": (
         _IN_REQUESTS
@@ -86,6 +84,8 @@ _TABLE = {
     "max_log_len": _LOGS,
     "disable_log_stats enable_metrics metrics slots decode_log_interval": "metrics are at /metrics: leave it out",
     "collect_detailed_traces enable_trace": "use --otlp-traces-endpoint",
+    "allowed_methods allowed_headers allow_credentials": "pages of --allowed-origins may use every method and header, "
+    "and no cookies: leave it out",
     "root_path api_prefix": "use a proxy that takes the prefix away",
     "insecure nowordwrap": "not needed here: leave it out",
 }

@@ -93,10 +93,7 @@ class Service:
             http, cluster_host = config.frontend.http, config.cluster.cluster_host
             self._listeners = [stack.enter_context(one) for one in listen_all(http)]
             # each frontend can also be asked by itself, for its metrics
-            self._own = [
-                stack.enter_context(listen(replace(http, port=http.own_port and http.own_port + number)))
-                for number in range(http.frontends if http.frontends > 1 else 0)
-            ]
+            self._own = [stack.enter_context(listen(replace(http, port=port, frontends=1))) for port in http.own_ports]
             # where operators reach the frontends, each in turn
             self._reserved = [
                 stack.enter_context(reserve(cluster_host, http.control_port and http.control_port + number))

@@ -10,7 +10,9 @@ from triptych.config.settings import Settings, setting
 class EncodeConfig(Settings):
     """Encode instances."""
 
-    encode_batch_patches: int = setting(1024, "maximum patches in one batch; a larger item is encoded by itself", ge=1)
+    encode_batch_patches: int = setting(
+        1024, "maximum patches in one batch; a larger item is encoded by itself", ge=1, internal=True
+    )
     encode_latency_ms: int = setting(
         250,
         "about how long a batch of several parts may take, in ms, by what earlier ones took; short items wait for at "
@@ -22,8 +24,8 @@ class EncodeConfig(Settings):
         "processes of one encode instance that decode media; 0: one for every four threads, at least one",
         ge=0,
     )
-    decode_memory_mb: int = setting(2048, "memory that decoding one media item may take, in MiB", ge=1)
-    decode_timeout: float = setting(30.0, "seconds that decoding one media item may take", gt=0)
+    decode_memory_mb: int = setting(2048, "memory that decoding one media item may take, in MiB", ge=1, internal=True)
+    decode_timeout: float = setting(30.0, "seconds that decoding one media item may take", gt=0, internal=True)
     encode_cache_mb: int = setting(256, "cache of one encode instance for embeddings, in MiB", ge=0, common=True)
     encode_cache_shm_mb: int = setting(
         0,

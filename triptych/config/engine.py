@@ -126,6 +126,7 @@ class EngineConfig(Settings):
         "for models with recurrent state, such as Qwen3.5: how many requests' states the prefix cache keeps; a prompt "
         "reuses a prefix only where a state was kept",
         ge=0,
+        internal=True,
     )
     state_snapshot_interval: int = setting(
         1024,
@@ -135,11 +136,12 @@ class EngineConfig(Settings):
         internal=True,
     )
     receive_block_rows: int = setting(64, "embedding rows in a block of the receive pool", ge=1, internal=True)
-    receive_blocks: int = setting(64, "blocks in the receive pool of one language instance", ge=1)
+    receive_blocks: int = setting(64, "blocks in the receive pool of one language instance", ge=1, internal=True)
     kv_receive_blocks: int = setting(
         1024,
         "blocks in the KV receive pool of one decode instance; a row is a token's keys or values in one layer",
         ge=1,
+        internal=True,
     )
 
     def check_together(self) -> None:

@@ -19,18 +19,11 @@ class HttpConfig(Settings):
     control_port: int = setting(0, "port at which instances join the frontend; 0 takes any free one", ge=0, le=MAX_PORT)
     frontends: int = setting(
         1,
-        "frontend processes that share --port, for more requests than one process handles; they have consecutive "
-        "control ports from --control-port on",
+        "frontend processes that share --port, for more requests than one handles; each alone answers at one of "
+        "the next ports, for its /metrics and /ready, and they have consecutive control ports from --control-port on",
         ge=1,
         le=64,
         also=("api_server_count", "asc"),
-    )
-    own_port: int = setting(
-        0,
-        "with several frontends: port at which the first of them alone answers, for its /metrics and /ready; the "
-        "others have the next ports; 0 takes any free ones",
-        ge=0,
-        le=MAX_PORT,
     )
     served_model_name: str = setting(
         "",
@@ -55,13 +48,22 @@ class HttpConfig(Settings):
         "header by which a trusted proxy names a request's client, for limits per client of a service without keys; "
         "default: the client is its address",
     )
-    client_timeout: float = setting(60.0, "seconds after which a stream is closed if its client reads nothing", gt=0)
+    client_timeout: float = setting(
+        60.0, "seconds after which a stream is closed if its client reads nothing", gt=0, internal=True
+    )
 
     def check_together(self) -> None:
-        if self.own_port and self.frontends == 1:
-            raise ConfigError(
-                f"--own-port {self.own_port} needs --frontends: a single frontend answers at --port alone"
-            )
-        for name in ("control_port", "own_port"):
-            if (last := getattr(self, name) + self.frontends - 1) > MAX_PORT:
+        own = self.own_ports
+        for name, last in (
+            ("port", own[-1] if own else self.port),
+            ("control_port", self.control_port + self.frontends - 1),
+        ):
+            if last > MAX_PORT:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} leaves no room for the next ports, up to {last}")
+
+    @property
+    def own_ports(self) -> list[int]:
+        """Where each of several frontends answers alone; 0 is any free port, and a single one has none."""
+        if self.frontends == 1:
+            return []
+        return [self.port and self.port + number for number in range(1, self.frontends + 1)]

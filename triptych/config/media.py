@@ -28,8 +28,12 @@ class MediaConfig(Settings):
         common=True,
     )
     max_file_mb: int = setting(64, "largest file of one item, in MiB", ge=1, le=MAX_FILE_MB)
-    max_image_pixels: int = setting(MAX_IMAGE_PIXELS, "pixels of one image, as stored", ge=1, le=MAX_IMAGE_PIXELS)
-    max_request_pixels: int = setting(500_000_000, "pixels of all images of one request together", ge=1)
+    max_image_pixels: int = setting(
+        MAX_IMAGE_PIXELS,
+        "pixels of one image, as stored; the images of one request together may have ten times as many",
+        ge=1,
+        le=MAX_IMAGE_PIXELS,
+    )
     max_video_seconds: float = setting(3600.0, "maximum length of a video, in seconds", gt=0)
     max_video_gigapixels: float = setting(
         100.0,
@@ -44,6 +48,11 @@ class MediaConfig(Settings):
     max_media_mb: int = setting(256, "media files of one request together, in MiB", ge=1)
     max_item_tokens: int = setting(16_384, "maximum tokens of one image, video or audio clip", ge=1)
     mm_uuid_cache_mb: int = setting(256, "cache for media that clients gave a uuid, in MiB", ge=0)
+
+    @property
+    def max_request_pixels(self) -> int:
+        """Pixels of all images of one request together."""
+        return 10 * self.max_image_pixels
 
 
 @dataclass(frozen=True)

@@ -97,10 +97,3 @@ class CorsConfig(Settings):
         "names besides this machine's by which a service without keys may be reached at a loopback --host, such as a "
         "proxy's: others are refused, since a web page's name can lead here (DNS rebinding)",
     )
-    allowed_methods: tuple[str, ...] = setting(("GET", "POST"), "methods that such pages may use")
-    allowed_headers: tuple[str, ...] = setting(("*",), "headers that such pages may send")
-    allow_credentials: bool = setting(False, "let such pages send cookies")
-
-    def check_together(self) -> None:
-        if self.allow_credentials and "*" in self.allowed_origins:
-            raise ConfigError("--allow-credentials and --allowed-origins * exclude each other")

@@ -100,9 +100,9 @@ def kv_size(
         )
     if not pages and state_bytes:
         raise StartError(
-            f"{_amount(engine)}: the states of --max-num-seqs {engine.max_num_seqs} requests and --state-snapshots "
-            f"{engine.num_state_snapshots} take {gib(state_bytes)} of it, which leaves too little for pages: give it "
-            "more, or lower these"
+            f"{_amount(engine)}: the states of --max-num-seqs {engine.max_num_seqs} requests and of "
+            f"{engine.num_state_snapshots} prefixes take {gib(state_bytes)} of it, which leaves too little for pages: "
+            "give it more, or lower --max-num-seqs"
         )
     if not pages:
         raise StartError(f"{room}; a page of {engine.page_size} takes {gib(sizes.num_bytes(1))}")
