@@ -115,7 +115,7 @@ def test_unknown_rights_are_refused(tmp_path: Path, line: str) -> None:
     file = tmp_path / "keys"
     file.write_text(f"{line}\n")
     file.chmod(0o600)
-    with pytest.raises(ConfigError, match="may have encode alone") as caught:
+    with pytest.raises(ConfigError, match="may have encode, media alone") as caught:
         AuthConfig(api_key_file=str(file)).key_rights()
     assert "sk-1" not in str(caught.value)
 

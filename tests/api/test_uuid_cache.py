@@ -1,4 +1,6 @@
 from triptych.api.uuid_cache import ITEM_OVERHEAD, UuidMediaCache
+from triptych.clock import SystemClock
+from triptych.virtual_time import VirtualClock
 
 ITEM = ITEM_OVERHEAD + 1 + 100
 """Charge of an item with a name of one letter and 100 bytes."""
@@ -15,7 +17,7 @@ def put(cache: UuidMediaCache, scope: str, names: str) -> None:
 
 
 def test_names_belong_to_a_scope_and_the_least_recently_used_is_evicted() -> None:
-    cache = UuidMediaCache(3 * ITEM)
+    cache = UuidMediaCache(3 * ITEM, SystemClock())
     put(cache, "mine", "abc")
     assert cache.get("mine", "a") == b"a" * 100
     assert cache.get("other's", "a") is None
@@ -28,7 +30,7 @@ def test_names_belong_to_a_scope_and_the_least_recently_used_is_evicted() -> Non
 
 
 def test_a_scope_below_its_share_keeps_its_items() -> None:
-    cache = UuidMediaCache(10 * ITEM)
+    cache = UuidMediaCache(10 * ITEM, SystemClock())
     put(cache, "mine", "ab")
     put(cache, "other's", "abcdefghijklmnop")
     assert cached(cache, "mine", "ab") == "ab"
@@ -39,7 +41,7 @@ def test_a_scope_below_its_share_keeps_its_items() -> None:
 
 
 def test_new_items_are_cached_and_unused_scopes_are_evicted() -> None:
-    cache = UuidMediaCache(10 * ITEM)
+    cache = UuidMediaCache(10 * ITEM, SystemClock())
     for number in range(10):
         put(cache, f"old {number}", "a")
     for number in range(30):
@@ -50,7 +52,7 @@ def test_new_items_are_cached_and_unused_scopes_are_evicted() -> None:
 
 
 def test_small_items_are_charged_and_empty_ones_are_not_stored() -> None:
-    cache = UuidMediaCache(10 * ITEM)
+    cache = UuidMediaCache(10 * ITEM, SystemClock())
     for number in range(1000):
         cache.put("mine", f"{number:04}", b"x")
     assert sum(cache.get("mine", f"{number:04}") is not None for number in range(1000)) == 10 * ITEM // (
@@ -59,9 +61,28 @@ def test_small_items_are_charged_and_empty_ones_are_not_stored() -> None:
     for number in range(1000):
         cache.put(str(number), "a", b"")
     assert cache.num_scopes == 1
-    none = UuidMediaCache(0)
+    none = UuidMediaCache(0, SystemClock())
     none.put("mine", "a", b"")
     none.put("mine", "b", b"x")
     assert cached(none, "mine", "ab") == ""
     assert none.num_scopes == 0
     assert len(none) == 0
+
+
+def test_items_expire() -> None:
+    clock = VirtualClock()
+    cache = UuidMediaCache(10 * ITEM, clock)
+    cache.put("mine", "a", b"a" * 100, clock.wall() + 10)
+    cache.put("mine", "b", b"b" * 100, clock.wall() + 20)
+    cache.put("mine", "c", b"c" * 100)
+    clock.advance(9)
+    assert cached(cache, "mine", "abc") == "abc"
+    cache.put("mine", "a", b"a" * 100, clock.wall() + 30)
+    clock.advance(2)
+    assert cached(cache, "mine", "abc") == "abc"
+    clock.advance(10)
+    assert cached(cache, "mine", "abc") == "ac"
+    assert (len(cache), cache.num_bytes) == (2, 2 * ITEM)
+    cache.put("mine", "a", b"A")
+    clock.advance(10**6)
+    assert cached(cache, "mine", "ac") == "ac", "what was sent again in a chat doesn't expire"

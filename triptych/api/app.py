@@ -22,6 +22,7 @@ from triptych.api import (
     completions,
     encode,
     errors,
+    media,
     objects,
     plan,
     response_endpoints,
@@ -53,7 +54,7 @@ from triptych.api.schemas import ChatCompletionRequest
 from triptych.api.security import check_right
 from triptych.api.sse import BodyStream, disconnected, error_event
 from triptych.api.validation import parse_request
-from triptych.config.security import ENCODE_RIGHT
+from triptych.config.security import ENCODE_RIGHT, MEDIA_RIGHT
 from triptych.errors import InternalError, InvalidRequest, TriptychError
 from triptych.observe.requests import RequestRecord
 from triptych.observe.timeline import TIMELINE_HEADER
@@ -215,6 +216,18 @@ def _add_media_endpoints(app: FastAPI, api: ApiContext) -> None:
         text, context = await _read_request(request, api)
         parsed = parse_request(ChatCompletionRequest, text)
         return JsonResponse(await _cancel_on_disconnect(request, plan.plan(api, parsed, context)))
+
+    @app.post(
+        "/v1/media",
+        openapi_extra=request_body(media.MediaRequest),
+        responses=json_responses(objects.KeptMediaList),
+    )
+    async def keep_media(request: Request) -> Response:
+        """Has a conversation's media encoded ahead of questions. Needs a key with the right `media`."""
+        check_right(request.scope, MEDIA_RIGHT)
+        text, context = await _read_request(request, api)
+        parsed = parse_request(media.MediaRequest, text)
+        return JsonResponse(await _cancel_on_disconnect(request, media.keep(api, parsed, context)))
 
     @app.post(
         "/v1/encode",

@@ -35,19 +35,24 @@ _ALIGNMENT = 8
 """What the header's length in a safetensors file is a multiple of, so that tensors are aligned."""
 
 
-class EncodeRequest(ConversationFields):
-    """The body of ``POST /v1/encode``: a conversation, of which only the media are used."""
+class MediaFields(ConversationFields):
+    """A conversation, of which only the media are used."""
 
-    encoding_format: Format = "safetensors"
-    """``safetensors``: one file, whose tensors are named by the items' numbers, and whose metadata have the answer's
-    other fields as JSON under ``answer``. ``npy``: JSON, each item with its rows as a NumPy file in base64; bfloat16,
-    which NumPy lacks, becomes float32."""
     cache_salt: Name | None = None
     """Requests only share cached embeddings with requests of the same salt."""
     priority: int | None = Field(None, ge=0, le=2**31 - 1)
     """Lower values are scheduled first."""
     timeout: float | None = Field(None, gt=0.0, le=MAX_TIMEOUT)
     """Deadline in seconds from the request's arrival. The service's own limit still applies."""
+
+
+class EncodeRequest(MediaFields):
+    """The body of ``POST /v1/encode``."""
+
+    encoding_format: Format = "safetensors"
+    """``safetensors``: one file, whose tensors are named by the items' numbers, and whose metadata have the answer's
+    other fields as JSON under ``answer``. ``npy``: JSON, each item with its rows as a NumPy file in base64; bfloat16,
+    which NumPy lacks, becomes float32."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class EncodedMedia:
     layout: RowLayout
 
 
-async def encode(api: ApiContext, request: EncodeRequest, context: RequestContext) -> EncodedMedia:
+async def encode(api: ApiContext, request: MediaFields, context: RequestContext) -> EncodedMedia:
     """Have the media of a request encoded. Cancels that if it is cancelled. Raises RequestError and ServiceError."""
     check_model(api, request.model)
     if not media_parts(request.messages):

@@ -174,11 +174,16 @@ def _field(part: RequestPart) -> str:
     return {FramesPart: "video", InputAudioPart: "input_audio.data"}.get(type(part), f"{part.type}.url")
 
 
+def cache_name(modality: str, uuid: str) -> str:
+    """Return the name of a file in the cache of media with a uuid."""
+    return f"{modality}/{uuid}"
+
+
 async def _fetch_or_recall(place: PartIndex, part: UuidPart, context: RequestContext, cache: UuidMediaCache) -> bytes:
     """Fetch the part's media and cache them if they have a uuid, or take them from the cache by their uuid."""
     ref: MediaRef | None = getattr(part, part.type)
     modality = MODALITIES[type(part)]
-    name = f"{modality}/{part.uuid}"
+    name = cache_name(modality, part.uuid or "")
     if ref is not None:
         data = await _fetch(ref, media_param(*place, _field(part)), modality, context)
         if part.uuid is not None:

@@ -263,6 +263,26 @@ class MediaPlan(MediaItem):
     """Whether an encode instance probably has its rows, or is encoding them."""
 
 
+class KeptMedia(MediaItem):
+    """One media item that was encoded ahead of questions."""
+
+    object: Literal["media"]
+    uuid: str
+    """What stands for it in chats of the same API key."""
+    expires_at: int
+    """Until when that holds, in seconds since the epoch; less if the cache of such files is full."""
+    cached: bool
+    """Whether an encode instance probably has its rows now: chats then don't encode it again."""
+
+
+class KeptMediaList(TypedDict):
+    """The media of a conversation, in its order."""
+
+    object: Literal["list"]
+    model: str
+    data: list[KeptMedia]
+
+
 class PlannedAdmission(TypedDict):
     """Whether the request would be admitted now. Forecasts are null while too little is known."""
 

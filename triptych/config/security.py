@@ -10,7 +10,9 @@ from triptych.errors import ConfigError
 MAX_KEYS_BYTES = 2**20
 ENCODE_RIGHT = "encode"
 """The right to get media's embeddings (``/v1/encode``)."""
-RIGHTS = frozenset({ENCODE_RIGHT})
+MEDIA_RIGHT = "media"
+"""The right to have media encoded ahead of questions (``/v1/media``)."""
+RIGHTS = frozenset({ENCODE_RIGHT, MEDIA_RIGHT})
 """What not every client may do."""
 
 
@@ -26,8 +28,8 @@ class AuthConfig(Settings):
     )
     api_key_file: str = setting(
         "",
-        "file with accepted API keys, one per line; only its owner may have access. A line may give its key a right, "
-        "after a space: encode, which /v1/encode needs",
+        "file with accepted API keys, one per line; only its owner may have access. A line may give its key rights, "
+        "after spaces: encode and media, which /v1/encode and /v1/media need",
         path=True,
         common=True,
     )

@@ -162,6 +162,8 @@ class InFlightEncode(Assignment):
     """An item that has been dispatched to an encode instance. Time-sliced ones count no patches."""
 
     task: EncodeTask
+    cached: bool = False
+    """Whether the instance probably had its rows, or was encoding them, when it was dispatched."""
     num_bytes_sent: int = 0
     """Bytes of its file that were sent."""
 
@@ -383,7 +385,8 @@ class EncodeDispatcher:
 
     def _dispatch_to(self, task: EncodeTask, instance: Instance) -> None:
         item, plan, batch_patches = task.item, task.item.plan, instance.capacity.encode_batch_patches
-        long = plan.is_time_sliced(batch_patches) and not self._has_cached(task, instance)
+        cached = self._has_cached(task, instance)
+        long = plan.is_time_sliced(batch_patches) and not cached
         items = self._requests[task.request]
         encode = InFlightEncode(
             instance=instance,
@@ -393,6 +396,7 @@ class EncodeDispatcher:
             cost=task.cost,
             patches=0 if long else min(task.patches, batch_patches),
             task=task,
+            cached=cached,
         )
         del items.queued[task.key]
         items.in_flight[task.transfer] = self._in_flight[task.transfer] = encode
@@ -458,6 +462,14 @@ class EncodeDispatcher:
             self._queue.charge(encode.task.client, -encode.cost)
         self._note_cached(encode)
         self._free_capacity(encode, 0.0 if cached else encode.cost)
+
+    def all_landed(self, state: RequestState) -> None:
+        """Note that all rows of a request have arrived: its items are encoded, though an instance may yet have to say
+        so."""
+        items = self._requests.get(state.id)
+        for encode in items.in_flight.values() if items else ():
+            if encode in self._unfinished:
+                self.finish(encode, cached=encode.cached)
 
     def _note_cached(self, encode: InFlightEncode) -> None:
         """Note that an item's rows will be in the cache of its instance. Other transfers of it can join it before."""

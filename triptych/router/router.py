@@ -202,6 +202,7 @@ class Router:
         """Have everything that waits go on as far as it can, and say what has become of lost instances' requests."""
         for state, failure in self._rows.advance():
             if failure is None:
+                self._encodes.all_landed(state)
                 self._transitions.end(state, "stop")
                 state.stream.put(Tokens(state.id, [], 0, [], "stop"))
             else:

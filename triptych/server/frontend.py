@@ -123,7 +123,7 @@ class Frontend:
             prompt_builder=builder,
             tokenizer=builder.tokenizer,
             media=self._media,
-            uuid_cache=UuidMediaCache(config.frontend.media.mm_uuid_cache_mb * 2**20),
+            uuid_cache=UuidMediaCache(config.frontend.media.mm_uuid_cache_mb * 2**20, clock),
             generation_defaults=GenerationDefaults.load(config.model),
             grammars=GrammarChecker(config.model),
             frontend=config.frontend,
