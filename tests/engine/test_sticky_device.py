@@ -1,6 +1,7 @@
 """Steps on a device that breaks for good, or that one request alone can't be computed on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,12 +32,12 @@ class CountingRunner:
         self.num_steps = 0
         self._bad = bad
 
-    def batch(self, chunks: Any, media: object) -> list[int]:
-        return [chunk.request.id for chunk in chunks]
+    def job(self, chunks: Any, *_: object) -> Callable[[], str]:
+        return partial(self._run, [chunk.request.id for chunk in chunks])
 
     def prepare(self, chunks: object) -> None: ...
 
-    def run(self, batch: list[int], *_: object) -> str:
+    def _run(self, batch: list[int]) -> str:
         self.num_steps += 1
         if self._bad in batch:
             raise RuntimeError(BAD)

@@ -75,7 +75,7 @@ def what_is_loaded(service: Running, name: str) -> list[object]:
     assert isinstance(components, Components)
     assert components.engine is not None
     parts = components.engine
-    return [parts, parts.cache, parts.engine.runner, parts.engine.scheduler, host(service, name).runner]
+    return [parts, parts.kv_rows, parts.engine.runner, parts.engine.scheduler, host(service, name).runner]
 
 
 @pytest.mark.parametrize(

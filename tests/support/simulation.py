@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.support.turns import TurningChannel
+from triptych.simulate.channel import TurningChannel
 from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.demo import MODEL_DIR
 from triptych.encode.loop import EncodeLoop
 from triptych.encode.runner import EncoderRunner
 from triptych.encode.store import MemoryStore
 from triptych.engine.cache_manager import CacheManager
+from triptych.engine.cache_rows import cache_rows
 from triptych.engine.grammar.service import GrammarService
 from triptych.engine.kv_cache import PagePool
 from triptych.engine.kv_rows import TokenRows
@@ -246,8 +247,7 @@ class Simulation:
                 vocab_size=VOCABULARY,
                 length_rule=None,
             ),
-            cache=cache,
-            kv_rows=KV_ROWS,
+            kv_rows=cache_rows(cache, KV_ROWS),
             embedding_dtype=torch.float32,
             embedding_width=WIDTH,
             receive_pools=POOLS,

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from triptych.engine.page_tables import PageTable, PageTables
-from triptych.engine.prompt_logprobs import PromptLogprobsQuery, score
+from triptych.engine.prompt_logprobs import PromptLogprobsQuery, prompt_logprobs_queries, score
 from triptych.engine.request import Request
 from triptych.engine.sampler import SampleResult, SamplingInput, sample
 from triptych.engine.sampling_batch import num_candidates
@@ -92,6 +93,17 @@ class Runner:
         self.cache = cache
         self.states = states
         self._page_size = page_size
+
+    def job(
+        self,
+        chunks: Sequence[Chunk],
+        media: MediaEmbeddings,
+        sampling_inputs: Sequence[SamplingInput],
+        after_layer: AfterLayer | None,
+    ) -> Callable[[], StepOutput]:
+        """Return what runs a step on the compute thread: ``run`` of its ``batch``."""
+        queries = prompt_logprobs_queries(chunks)
+        return partial(self.run, self.batch(chunks, media), sampling_inputs, queries, after_layer)
 
     def batch(self, chunks: Sequence[Chunk], media: MediaEmbeddings) -> ForwardBatch:
         """Pack a step's tokens in the order of ``chunks``. Built from lists in few calls: caches are cold between

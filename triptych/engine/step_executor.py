@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from triptych.clock import Clock
 from triptych.compute_thread import ComputeThread
-from triptych.engine.prompt_logprobs import prompt_logprobs_queries
 from triptych.engine.runner import Runner, StepOutput
 from triptych.engine.sampler import SamplingInput
 from triptych.engine.scheduler import Chunk
@@ -72,9 +71,8 @@ class StepExecutor:
     ) -> None:
         """Start a step. ``sampling_inputs`` are those of the chunks that sample, in order; ``after_layer`` is called on
         the compute thread."""
-        batch = self._runner.batch(step_batch.chunks, step_batch.media)
-        queries = prompt_logprobs_queries(step_batch.chunks)
-        future = self._compute.submit(self._runner.run, batch, sampling_inputs, queries, after_layer)
+        job = self._runner.job(step_batch.chunks, step_batch.media, sampling_inputs, after_layer)
+        future = self._compute.submit(job)
         self._running = _RunningStep(step_batch, self._clock.wall(), future)
         self._runner.prepare(step_batch.chunks)
 

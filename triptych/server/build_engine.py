@@ -6,12 +6,14 @@ import torch
 
 from triptych.config import EngineConfig
 from triptych.engine.cache_manager import CacheManager
+from triptych.engine.cache_rows import cache_rows
 from triptych.engine.gpu_runner import GpuRunner
 from triptych.engine.grammar.service import GrammarService
 from triptych.engine.group import CacheSize, GroupCache, agree_on_size, gather_memory, make_forward
 from triptych.engine.kv_cache import PagePool
 from triptych.engine.kv_size import KVSize, gib, kv_size
 from triptych.engine.loop import EngineCore
+from triptych.engine.pinned_memory import PinnedSharedMemory
 from triptych.engine.runner import Forward, MediaEmbeddings, Runner
 from triptych.engine.scheduler import MAX_SCORED, Scheduler
 from triptych.engine.state_records import StateRecords
@@ -28,6 +30,7 @@ from triptych.server.instance import InstanceProcess
 from triptych.server.model_bundle import ModelBundle
 from triptych.server.ranks import Ranks
 from triptych.topology import Role
+from triptych.transfer.memory import SharedMemory
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +54,7 @@ def build_engine(
     if role.prefills:
         check_step(model.planner.atomic_rows, engine)
     device = rank_device(model.device, 0)
-    pools = _receive_pools(model, engine)
+    pools = _receive_pools(model, engine, device)
     layout = model.kv_layout if role.takes_kv else model.row_layout
     receive_bytes = pools[layout.kind].num_rows * layout.row_bytes
     size = _agreed_size(model, decoder.config, engine, ranks, group, receive_bytes=receive_bytes)
@@ -86,8 +89,7 @@ def build_engine(
             loras=[lora.name for lora in decoder.config.loras],
             has_second_weights=decoder.config.second is not None,
         ),
-        cache=cache.whole,
-        kv_rows=model.kv_rows,
+        kv_rows=cache_rows(cache.whole, model.kv_rows),
         embedding_dtype=model.weights.activations,
         embedding_width=model.adapter.embedding_width,
         receive_pools=pools,
@@ -103,11 +105,13 @@ def _grammars(model: ModelBundle, decoder: Decoder, instance: InstanceProcess) -
     return grammars
 
 
-def _receive_pools(model: ModelBundle, engine: EngineConfig) -> dict[RowKind, PoolSize]:
+def _receive_pools(model: ModelBundle, engine: EngineConfig, device: torch.device) -> dict[RowKind, PoolSize]:
     rows = model.kv_rows
+    allocate = SharedMemory if device.type == "cpu" else PinnedSharedMemory
+    block_rows = engine.receive_block_rows * rows.largest_part
     return {
         RowKind.MEDIA: PoolSize(engine.receive_blocks, engine.receive_block_rows),
-        RowKind.KV: PoolSize(engine.kv_receive_blocks, engine.receive_block_rows * rows.largest_part, rows.largest_run),
+        RowKind.KV: PoolSize(engine.kv_receive_blocks, block_rows, rows.largest_run, allocate),
     }
 
 

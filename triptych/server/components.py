@@ -6,16 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from triptych.encode.loop import EncodeLoop
-from triptych.engine.cache_rows import cache_rows
+from triptych.engine.cache_rows import CacheRows
 from triptych.engine.embedding_source import EmbeddingSource
 from triptych.engine.incoming import IncomingTransfers
-from triptych.engine.kv_rows import TokenRows
 from triptych.engine.kv_sink import KVSink
 from triptych.engine.kv_source import KVSource
 from triptych.engine.loop import EngineCore, EngineLoop
-from triptych.engine.pinned_memory import PinnedSharedMemory
 from triptych.errors import StartError
-from triptych.layers.attention.base import KVTensors
 from triptych.messages.rows import RowKind, RowLayout, TransferSide
 from triptych.server.instance import InstanceProcess, RoleLoops
 from triptych.server.sender_loop import SenderLoop
@@ -23,7 +20,7 @@ from triptych.stage_loop import StageLoop
 from triptych.topology import Role
 from triptych.transfer.buffers import RowBuffer
 from triptych.transfer.fabrics.base import Fabric
-from triptych.transfer.memory import SharedMemory
+from triptych.transfer.memory import Allocate, SharedMemory
 from triptych.transfer.receiver import Receiver
 from triptych.transfer.sender import Sender
 
@@ -36,6 +33,7 @@ class PoolSize:
     block_rows: int
     grant_rows: int = 0
     """Largest size of a grant in rows; 0: no limit."""
+    allocate: Allocate = SharedMemory
 
     @property
     def num_rows(self) -> int:
@@ -47,8 +45,8 @@ class EngineComponents:
     """What prefill and decode need. It outlives changes of role: weights, KV cache and prefix cache stay."""
 
     engine: EngineCore
-    cache: KVTensors
-    kv_rows: TokenRows
+    kv_rows: CacheRows
+    """The rows of the KV cache."""
     embedding_dtype: torch.dtype
     embedding_width: int
     """Elements of an embedding."""
@@ -99,7 +97,7 @@ class Components:
 
     def _engine_loop(self, role: Role, parts: EngineComponents) -> EngineLoop:
         """Return the loop for prefill and decode, or for one of them."""
-        instance, cache = self.instance, cache_rows(parts.cache, parts.kv_rows)
+        instance, cache = self.instance, parts.kv_rows
         address, send = instance.channel.address, instance.send
         receiver = self._receiver(self.kv_layout if role.takes_kv else self.embedding_layout, parts)
         incoming = IncomingTransfers(receiver, instance.name, instance.clock)
@@ -124,10 +122,8 @@ class Components:
 
     def _receiver(self, layout: RowLayout, parts: EngineComponents) -> Receiver:
         pool = parts.receive_pools[layout.kind]
-        to_gpu = parts.cache.device.type != "cpu" and layout.kind is RowKind.KV
-        allocate = PinnedSharedMemory if to_gpu else SharedMemory
         return Receiver(
-            RowBuffer(layout, pool.num_blocks, pool.block_rows, self.fabrics, allocate),
+            RowBuffer(layout, pool.num_blocks, pool.block_rows, self.fabrics, pool.allocate),
             self.instance.channel.address,
             self.instance.send,
             grant_rows=pool.grant_rows,
