@@ -21,6 +21,7 @@ from triptych.messages.stats import PoolUsage
 from triptych.server.components import Components
 from triptych.server.instance import InstanceProcess
 from triptych.topology import Role
+from triptych.transfer.memory import SharedMemory
 
 REQUESTS = [case.messages for case in CASES if case.name != "large image"]
 TEXT: Messages = [{"role": "user", "content": "word " * 30}]
@@ -237,10 +238,10 @@ def test_an_instance_keeps_its_role_without_memory_for_the_new_buffer(
         async with running(folder, "2PD") as service:
             expected = await service.answer(TEXT, max_tokens=4)
 
-            def no_memory(num_bytes: int) -> None:
+            def no_memory(_: SharedMemory, num_bytes: int) -> None:
                 raise OSError(f"no room for {num_bytes} bytes")
 
-            monkeypatch.setattr("triptych.server.components.SharedMemory", no_memory)
+            monkeypatch.setattr(SharedMemory, "__init__", no_memory)
             with pytest.raises(StartError, match="no room for"):
                 await set_role(service, "pd0", Role.D, force=True)
             assert await service.answers([TEXT] * 4, max_tokens=4) == [expected] * 4

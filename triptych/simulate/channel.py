@@ -32,6 +32,7 @@ class TurningChannel:
         """Whether its process was killed."""
         self._clock, self._send = clock, send
         self._inbox: list[Message] = []
+        self._inbox_seconds = 0.0
         self._due = float("inf")
         self._ended = 0.0
         """When the last turn ended, or ends."""
@@ -42,17 +43,25 @@ class TurningChannel:
         process.begin()
         self.wake()
 
-    def deliver(self, message: Message) -> None:
+    def deliver(self, message: Message, seconds: float = 0.0) -> None:
+        """Have a message handled in the next turn, which takes that much longer."""
         self._inbox.append(message)
+        self._inbox_seconds += seconds
         self.wake()
 
     def _turn(self, due: float) -> None:
         process = self._process
         if due != self._due or process is None or self.is_lost:
             return  # an earlier turn has taken its place, or nothing is left
+        if due < self._ended:  # it was woken by its own turn
+            self._due = float("inf")
+            self._schedule(self._ended)
+            return
         messages, self._inbox = self._inbox, []
+        seconds, self._inbox_seconds = self._inbox_seconds, 0.0
         self._due = float("inf")
         with self._clock.job() as ends:
+            self._clock.sleep(seconds)
             try:
                 process.turn(messages)
             except StartError as error:

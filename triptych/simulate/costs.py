@@ -15,8 +15,9 @@ HOPS_OF_TRANSFER = 3
 class InstanceCosts(Protocol):
     """Costs of one instance, which has a number of threads. All in seconds, with nothing else at work."""
 
-    spread: float
-    """Standard deviation of the logarithm of seconds of steps and batches."""
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the logarithm of seconds of steps and batches."""
 
     def step(self, chunks: Sequence[tuple[int, int]]) -> float:
         """Return the time of a step, given each chunk's tokens and how many of its request's come before."""
@@ -37,8 +38,9 @@ class InstanceCosts(Protocol):
 class ServiceCosts(Protocol):
     """Costs of the frontend and of what is between processes."""
 
-    hop: float
-    """Of a message, one way."""
+    @property
+    def hop(self) -> float:
+        """Time of a message, one way."""
 
     def submit(self, prompt_tokens: int, media_bytes: int) -> float:
         """Return the frontend's time from a request's arrival until it is queued."""
@@ -61,9 +63,9 @@ class LinearCosts:
 
     per_step: float = 0.004
     per_token: float = 0.0002
-    """Of a prompt."""
+    """A prompt's."""
     per_sequence: float = 0.0002
-    """That decodes."""
+    """Each that decodes."""
     per_batch: float = 0.003
     per_patch: float = 0.0001
     per_patch_preprocessed: float = 0.00005

@@ -26,7 +26,7 @@ class _Share:
         self.share, self.at = min(1.0, self.now(time) + seconds / WINDOW), time
 
 
-class Machine:
+class SharedMachine:
     """Slows work down by what other processes on the machine do."""
 
     def __init__(self, cores: int, slowdown: Callable[[Stage, Stage], float]) -> None:
