@@ -1,0 +1,332 @@
+"""The thread of an engine's process that speaks Triptych's protocols: it registers with frontends, asks them for items,
+and collects the rows that encode instances send."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from triptych.clock import Clock
+from triptych.errors import InternalError, TriptychError, Unavailable
+from triptych.messages.channel import Channel, endpoint_of
+from triptych.messages.codec import Message
+from triptych.messages.consumers import RowConsumer, RowConsumerAccepted, RowConsumerRefused
+from triptych.messages.identity import ModelIdentity
+from triptych.messages.rows import Abort, Done, Offer, RowLayout, TransferSide, Wrote
+from triptych.messages.tickets import RowTicket
+from triptych.messages.work import Cancel, EncodeNeeded, Failed, MessagesLost, MissingItem, PeerLost
+from triptych.transfer.collector import OpenCollector, RowCollector, RowNeed
+from triptych.types import Address, TransferId, divided
+from triptych_vllm.row_needs import Need
+
+log = logging.getLogger(__name__)
+
+BEAT = 1.0
+"""Seconds between two registrations with a frontend."""
+TICK = 0.25
+"""Seconds between two looks at deadlines."""
+
+
+@dataclass(frozen=True)
+class EngineRows:
+    """What the engine is, and which rows its decoder takes."""
+
+    name: str
+    engine: str
+    identify: Callable[[], ModelIdentity]
+    """Reads the checkpoint: perhaps for minutes. Raises CheckpointError."""
+    width: int
+    dtype: str
+    row_bytes: int
+
+    def difference(self, layout: RowLayout) -> str:
+        """Return why rows of a layout don't fit; empty if they do."""
+        pairs = [
+            ("width", self.width, layout.width),
+            ("dtype", self.dtype, layout.dtype),
+            ("row_bytes", self.row_bytes, layout.row_bytes),
+        ]
+        return ", ".join(f"{name} {mine} here, {theirs} there" for name, mine, theirs in pairs if mine != theirs)
+
+
+@dataclass(eq=False)
+class _Frontend:
+    """A frontend that has accepted this engine."""
+
+    accepted: RowConsumerAccepted
+    heard: float
+
+
+@dataclass(eq=False)
+class _Asking:
+    """A need whose rows are on their way."""
+
+    need: Need
+    rows: "np.ndarray[Any, np.dtype[np.uint8]]"
+    sections: dict[TransferId, int] = field(default_factory=dict)
+    """Open transfers, each with the number of its section."""
+    num_asked: int = 0
+
+
+class ConsumerThread:
+    """Registers with frontends and fetches what is asked for: a ``RowSource``."""
+
+    def __init__(
+        self, joins: Iterable[str], rows: EngineRows, channel: Channel, open_collector: OpenCollector, clock: Clock
+    ) -> None:
+        """``joins`` are the ``HOST:PORT`` of frontends. The thread owns the channel from now on."""
+        self.news = threading.Event()
+        """Set whenever a need has got its rows, or an error."""
+        self._joins = tuple(joins)
+        self._engine = rows
+        self._channel = channel
+        self._open_collector = open_collector
+        self._clock = clock
+        self._work: deque[Callable[[], None]] = deque()
+        self._stopping = False
+        self._identity: ModelIdentity | None = None
+        self._collector: RowCollector | None = None
+        self._frontends: dict[Address, _Frontend] = {}
+        self._asking: dict[Need, _Asking] = {}
+        self._of: dict[TransferId, _Asking] = {}
+        self._beat = self._tick = float("-inf")
+        self._refusals: dict[str, str] = {}
+        """What each frontend last refused this engine for, by its ``HOST:PORT``."""
+        self._thread = threading.Thread(target=self._run, name="triptych-rows", daemon=True)
+        self._thread.start()
+
+    # ── for the engine's thread ──────────────────────────────────────────────────────────────────────────────
+
+    def key_of(self, frontend: Address) -> bytes | None:
+        found = self._frontends.get(frontend)
+        return found.accepted.key if found is not None else None
+
+    def ask(self, need: Need) -> None:
+        self._do(lambda: self._begin(need))
+
+    def close(self, need: Need) -> None:
+        self._do(lambda: self._close(need, "no request of the engine needs it any more"))
+
+    def failed(self, ticket: RowTicket, error: TriptychError) -> None:
+        self._do(lambda: self._send(ticket.frontend, Failed.of(ticket.request, self._channel.address, error)))
+
+    def stop(self) -> None:
+        """Give up all that is on its way, and end the thread."""
+        self._stopping = True
+        self._channel.wake()
+        self._thread.join(5.0)
+
+    def _do(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
+        self._channel.wake()
+
+    # ── in the thread ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        try:
+            self._identity = self._engine.identify()
+        except Exception as error:
+            log.exception("the engine's checkpoint can't be identified, so no frontend accepts it")
+            self._refusals = dict.fromkeys(self._joins, str(error))
+        while not self._stopping:
+            try:
+                for message in self._channel.receive(TICK):
+                    self._handle(message)
+                while self._work:
+                    self._work.popleft()()
+                self._pass_time()
+                self._advance()
+            except Exception:
+                log.exception("fetching rows failed, for all requests that wait")
+                self._reset(InternalError("the engine's row consumer failed"))
+        while self._work:
+            self._work.popleft()()
+        self._reset(Unavailable("the engine ends"))
+        self._channel.close()
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case RowConsumerAccepted():
+                self._on_accepted(message)
+            case RowConsumerRefused():
+                self._on_refused(message.join, message.reason)
+            case Offer() if self._collector is None:
+                self._send(message.producer, Abort(message.transfer, TransferSide.CONSUMER, self._channel.address, ""))
+            case Offer() | Wrote() | Abort() | Done():
+                if self._collector is not None:
+                    self._collector.handlers[type(message)](message)
+            case PeerLost():
+                if self._collector is not None:
+                    self._collector.producer_lost(
+                        message.address, message.transfers, message.frontend, suspect=message.suspect
+                    )
+            case Cancel():
+                for need in [one for one in self._asking if one.request == message.request]:
+                    self._fail(need, Unavailable("the frontend has given up the request"))
+            case MessagesLost():
+                self._on_messages_lost(message)
+            case _:
+                log.warning("%s is not for an engine", type(message).__name__)
+
+    def _on_accepted(self, message: RowConsumerAccepted) -> None:
+        if message.join not in self._joins:
+            return
+        if message.layout is not None and (difference := self._open(message.layout)):
+            self._on_refused(message.join, difference)
+            return
+        if message.frontend not in self._frontends:
+            log.info("%s has accepted this engine", message.join)
+        self._refusals.pop(message.join, None)
+        self._frontends[message.frontend] = _Frontend(message, self._clock.monotonic())
+
+    def _on_refused(self, join: str, reason: str) -> None:
+        if self._refusals.get(join) != reason:
+            log.error("rows of %s don't fit this engine: %s", join, reason)
+        if join in self._joins:
+            self._refusals[join] = reason
+            for address in [one for one, known in self._frontends.items() if known.accepted.join == join]:
+                self._forget(address, f"rows of the frontend don't fit the engine: {reason}")
+
+    def _on_messages_lost(self, message: MessagesLost) -> None:
+        """Ask again for what a frontend may have said something about. What encode instances said is for frontends to
+        recover, because transfers have two ends, and only frontends can tell both."""
+        if message.sender not in self._frontends:
+            for address in self._frontends:
+                self._send(address, message)
+            return
+        for need in [one for one in self._asking if one.frontend == message.sender]:
+            self._close(need, "messages of the frontend were lost")
+            self._begin(need)
+
+    def _open(self, layout: RowLayout) -> str:
+        """Prepare to receive rows of a layout. Return why that can't be; empty if it can."""
+        if difference := self._engine.difference(layout):
+            return difference
+        if self._collector is not None and self._collector.layout != layout:
+            if self._asking or not self._collector.idle:
+                return f"rows of another format are on their way: {layout.difference(self._collector.layout)}"
+            self._shut()
+        if self._collector is None:
+            self._collector = self._open_collector(layout, self._send)
+            for need in list(self._asking):
+                self._expect(self._asking[need])
+        return ""
+
+    def _pass_time(self) -> None:
+        now = self._clock.monotonic()
+        if now >= self._tick:
+            self._tick = now + TICK
+            self._channel.ping()
+            if self._collector is not None:
+                self._collector.check_deadlines()
+            for address, known in list(self._frontends.items()):
+                if now - known.heard > known.accepted.expiry:
+                    self._forget(address, "the frontend is gone")
+        if now >= self._beat:
+            self._beat = now + BEAT
+            self._register()
+
+    def _register(self) -> None:
+        if self._identity is None:
+            return
+        addresses = dict.fromkeys(self._frontends, "")
+        addresses |= {address: known.accepted.join for address, known in self._frontends.items()}
+        for join in self._joins:
+            try:
+                addresses.setdefault(endpoint_of(join), join)
+            except TriptychError as error:
+                log.warning("%s: %s", join, error)
+        rows = self._engine
+        for address, join in addresses.items():
+            registration = RowConsumer(
+                self._channel.address, rows.name, rows.engine, self._identity, rows.width, rows.dtype, join
+            )
+            self._send(address, registration)
+
+    def _forget(self, address: Address, reason: str) -> None:
+        log.warning("%s: %s", self._frontends.pop(address).accepted.join, reason)
+        for need in [one for one in self._asking if one.frontend == address]:
+            self._fail(need, Unavailable(reason))
+
+    def _begin(self, need: Need) -> None:
+        rows = np.empty((need.item.rows, self._engine.row_bytes), dtype=np.uint8)
+        asking = self._asking[need] = _Asking(need, rows)
+        if self._collector is not None:
+            self._expect(asking)
+
+    def _expect(self, asking: _Asking) -> None:
+        """Have the rows of a need collected. It was asked for before there was a format."""
+        assert self._collector is not None
+        need = asking.need
+        for number, section in enumerate(divided(need.item.rows, need.item.cuts)):
+            transfer = self._collector.expect(
+                asking.rows[section.first : section.end],
+                part_rows=need.item.part_rows,
+                timeout=need.timeout,
+                owner=need.frontend,
+            )
+            asking.sections[transfer] = number
+            self._of[transfer] = asking
+        self._ask_for(asking, [RowNeed(transfer, 0, 0) for transfer in asking.sections])
+
+    def _ask_for(self, asking: _Asking, needs: Iterable[RowNeed]) -> None:
+        need = asking.need
+        items = [
+            MissingItem(need.item.index, one.transfer, one.first_row, one.attempt, asking.sections[one.transfer])
+            for one in needs
+        ]
+        asking.num_asked += 1
+        self._send(need.frontend, EncodeNeeded(need.request, self._channel.address, items, asked=asking.num_asked))
+
+    def _advance(self) -> None:
+        if self._collector is None:
+            return
+        collected = self._collector.advance()
+        for transfer in collected.complete:
+            asking = self._of.pop(transfer)
+            del asking.sections[transfer]
+            if not asking.sections:
+                del self._asking[asking.need]
+                asking.need.rows = asking.rows
+                self.news.set()
+        for one in collected.needed:
+            if (found := self._of.get(one.transfer)) is not None:
+                self._ask_for(found, [one])
+        for failure in collected.failures:
+            if (found := self._of.get(failure.transfer)) is not None:
+                self._fail(found.need, failure.error.error(failure.reason))
+
+    def _fail(self, need: Need, error: TriptychError) -> None:
+        self._close(need, "it failed at its consumer")
+        need.error = error
+        self.news.set()
+
+    def _close(self, need: Need, reason: str) -> None:
+        if (asking := self._asking.pop(need, None)) is not None:
+            for transfer in asking.sections:
+                del self._of[transfer]
+                if self._collector is not None:
+                    self._collector.close(transfer, reason)
+
+    def _reset(self, error: TriptychError) -> None:
+        for need in list(self._asking):
+            try:
+                self._fail(need, error)
+            except Exception:
+                log.exception("closing a transfer failed")
+        self._shut()
+
+    def _shut(self) -> None:
+        if self._collector is not None:
+            self._collector.shut()
+            self._collector = None
+
+    def _send(self, to: Address, message: Message) -> None:
+        try:
+            self._channel.send(to, message)
+        except TriptychError as error:
+            log.info("%s to %s: %s", type(message).__name__, to, error)

@@ -1,0 +1,213 @@
+"""The thread of triptych-vllm that fetches rows, over real sockets and real shared memory."""
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import numpy as np
+import pytest
+from triptych_vllm.row_consumer import ConsumerThread
+from triptych_vllm.row_needs import Need
+from triptych_vllm.settings import ConnectorSettings
+from triptych_vllm.start import start_consumer
+
+from tests.support.row_gateway import RowGateway, Rule, raw
+from tests.support.serving import wait_for
+from triptych.errors import CheckpointError, ConfigError
+from triptych.messages.identity import ModelIdentity
+from triptych.messages.rows import RowLayout
+from triptych.messages.tickets import unseal
+from triptych.messages.work import EncodeNeeded
+from triptych.types import TransferId
+
+WIDTH = 16
+LAYOUT = RowLayout("m", "float32", WIDTH, 4 * WIDTH)
+IDENTITY = ModelIdentity("weights", "config", "adapter")
+ROWS = {
+    key: raw(np.random.default_rng(number).standard_normal((count, WIDTH), dtype=np.float32))
+    for number, (key, count) in enumerate({"a": 5, "b": 64, "large": 40_000}.items())
+}
+
+
+@pytest.fixture
+def gateway() -> Iterator[RowGateway]:
+    gateway = RowGateway(ROWS, LAYOUT, IDENTITY)
+    yield gateway
+    gateway.stop()
+
+
+@pytest.fixture
+def consumer(gateway: RowGateway) -> Iterator[ConsumerThread]:
+    with closing(Stopping(started(gateway))) as stopping:
+        yield stopping.consumer
+
+
+class Stopping:
+    def __init__(self, consumer: ConsumerThread) -> None:
+        self.consumer, self.close = consumer, consumer.stop
+
+
+def started(gateway: RowGateway, *, identity: ModelIdentity = IDENTITY, width: int = WIDTH) -> ConsumerThread:
+    settings = ConnectorSettings(frontends=(gateway.join,), pool_mb=1)
+    return start_consumer(
+        settings, engine="test 1", identify=lambda: identity, width=width, dtype="float32", item_bytes=4
+    )
+
+
+def need(gateway: RowGateway, key: str) -> Need:
+    ticket = unseal(gateway.ticket([key]), gateway.key)
+    return Need(ticket.frontend, ticket.request, ticket.items[key], ticket.timeout)
+
+
+def accepted(consumer: ConsumerThread, gateway: RowGateway) -> bool:
+    return consumer.key_of(gateway.channel.address) == gateway.key
+
+
+def fetched(consumer: ConsumerThread, gateway: RowGateway, key: str) -> Need:
+    made = need(gateway, key)
+    wait_for(lambda: accepted(consumer, gateway))
+    consumer.ask(made)
+    wait_for(lambda: made.rows is not None or made.error is not None)
+    return made
+
+
+@pytest.mark.parametrize("key", ROWS)
+def test_rows_arrive(consumer: ConsumerThread, gateway: RowGateway, key: str) -> None:
+    """Also of an item that is larger than the pool."""
+    made = fetched(consumer, gateway, key)
+    assert made.rows is not None and np.array_equal(made.rows, ROWS[key])
+    assert consumer.news.is_set()
+    (registered,) = gateway.consumers.values()
+    assert (registered.engine, registered.width, registered.model) == ("test 1", WIDTH, IDENTITY)
+    wait_for(lambda: gateway.sender.idle)
+
+
+def test_what_is_asked_for_before_a_frontend_is_known_waits(gateway: RowGateway) -> None:
+    gateway.silent = True
+    with closing(Stopping(started(gateway))) as stopping:
+        made = need(gateway, "a")
+        stopping.consumer.ask(made)
+        gateway.silent = False
+        wait_for(lambda: made.rows is not None)
+
+
+def test_another_model_is_refused(gateway: RowGateway) -> None:
+    other = ModelIdentity("other", "config", "adapter")
+    with closing(Stopping(started(gateway, identity=other))) as stopping:
+        wait_for(lambda: gateway.consumers)
+        assert not accepted(stopping.consumer, gateway)
+
+
+def test_rows_of_another_width_are_refused(gateway: RowGateway) -> None:
+    """By the consumer itself: a frontend that doesn't compare them would end the engine."""
+    with closing(Stopping(started(gateway, width=8))) as stopping:
+        wait_for(lambda: gateway.consumers)
+        assert not accepted(stopping.consumer, gateway)
+
+
+def test_an_engine_whose_checkpoint_cant_be_read_registers_nowhere(gateway: RowGateway) -> None:
+    def identify() -> ModelIdentity:
+        raise CheckpointError("no config.json")
+
+    settings = ConnectorSettings(frontends=(gateway.join,))
+    with closing(
+        Stopping(start_consumer(settings, engine="e 1", identify=identify, width=4, dtype="float32", item_bytes=4))
+    ) as stopping:
+        made = need(gateway, "a")
+        stopping.consumer.ask(made)
+        stopping.consumer.stop()
+        assert made.error is not None and not gateway.consumers
+
+
+def wide(gateway: RowGateway, needed: EncodeNeeded, transfer: TransferId, key: str) -> bool:
+    gateway.send_rows(needed, transfer, np.zeros((5, 128), np.uint8), RowLayout("m", "float32", 32, 128))
+    return False
+
+
+def short(gateway: RowGateway, needed: EncodeNeeded, transfer: TransferId, key: str) -> bool:
+    gateway.send_rows(needed, transfer, ROWS[key][:3])
+    return False
+
+
+def half(gateway: RowGateway, needed: EncodeNeeded, transfer: TransferId, key: str) -> bool:
+    gateway.send_rows(needed, transfer, np.zeros((5, 32), np.uint8), RowLayout("m", "float16", 16, 32))
+    return False
+
+
+def forgotten(gateway: RowGateway, needed: EncodeNeeded, transfer: TransferId, key: str) -> bool:
+    """The frontend doesn't know the request."""
+    gateway.forget(needed)
+    return False
+
+
+@pytest.mark.parametrize("lie", [wide, short, half, forgotten])
+def test_rows_that_dont_fit_fail_alone(consumer: ConsumerThread, gateway: RowGateway, lie: Rule) -> None:
+    gateway.rule = lambda gateway, needed, transfer, key: key != "a" or lie(gateway, needed, transfer, key)
+    made = fetched(consumer, gateway, "a")
+    assert made.error is not None and made.rows is None
+    assert fetched(consumer, gateway, "b").rows is not None
+    wait_for(lambda: gateway.sender.idle)
+
+
+def test_a_lost_producer_is_replaced(consumer: ConsumerThread, gateway: RowGateway) -> None:
+    def lose(gateway: RowGateway, needed: EncodeNeeded, transfer: TransferId, key: str) -> bool:
+        if gateway.asked["a"] > 1:
+            return True
+        gateway.sender.offer(transfer, needed.consumer, len(ROWS[key]), LAYOUT)
+        gateway.later(0.0, lambda: gateway.lose_producer(needed.consumer))
+        return False
+
+    gateway.rule = lose
+    assert fetched(consumer, gateway, "a").rows is not None
+    assert gateway.asked["a"] == 2
+
+
+def test_a_need_can_be_closed_at_any_time(consumer: ConsumerThread, gateway: RowGateway) -> None:
+    gateway.rule = lambda gateway, needed, transfer, key: key != "a"
+    made = need(gateway, "a")
+    consumer.ask(made)
+    wait_for(lambda: gateway.asked["a"])
+    consumer.close(made)
+    consumer.close(made)
+    assert fetched(consumer, gateway, "b").rows is not None
+    wait_for(lambda: gateway.sender.idle)
+    assert made.rows is None
+
+
+def test_a_frontend_that_says_nothing_is_given_up(consumer: ConsumerThread, gateway: RowGateway) -> None:
+    gateway.rule, gateway.expiry = (lambda *_: False), 0.3
+    made = need(gateway, "a")
+    consumer.ask(made)
+    wait_for(lambda: gateway.asked["a"])
+    gateway.silent = True
+    wait_for(lambda: made.error is not None)
+    assert not accepted(consumer, gateway)
+    gateway.silent, gateway.rule = False, lambda *_: True
+    assert fetched(consumer, gateway, "a").rows is not None
+
+
+def test_garbage_on_the_wire_changes_nothing(consumer: ConsumerThread, gateway: RowGateway) -> None:
+    wait_for(lambda: accepted(consumer, gateway))
+    (address,) = gateway.consumers
+    gateway.send_garbage(address)
+    assert fetched(consumer, gateway, "a").rows is not None
+
+
+Given = dict[str, object]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "frontends"),
+        ({"frontends": []}, "frontends"),
+        ({"frontends": "127.0.0.1:1"}, "frontends"),
+        ({"frontends": ["127.0.0.1:1"], "fronted": 1}, "fronted"),
+        ({"frontends": ["127.0.0.1:1"], "idle_wait": 2}, "range"),
+        ({"frontends": ["127.0.0.1:1"], "pool_mb": "9"}, "pool_mb"),
+        ({"frontends": ["10.0.0.1:1"], "host": "10.0.0.2"}, "secret"),
+        ({"frontends": ["127.0.0.1:1"], "fabric": "rdma"}, "fabric"),
+    ],
+)
+def test_settings_that_cant_be_used_are_named(given: Given, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ConnectorSettings.parse(given)
