@@ -61,7 +61,7 @@ EXPLAINED = """
 --structured-outputs-config {} --async-scheduling --disable-log-stats
 --enable-metrics --log-requests --nnodes 2 --node-rank 0 --dist-init-addr a:1 --is-embedding
 --skip-tokenizer-init --enable-dp-attention --grammar-backend xgrammar --speculative-algorithm EAGLE --language-only
---hicache-ratio 2 -m f.gguf --model-url u -hf org/name -hff f -c 99 --ctx-size 99 -ngl 99 --n-gpu-layers 99 --mmproj f
+--hicache-ratio 2 -m f.gguf --model-url u -hf org/name -hff f -c 99 --ctx-size 99 -ngl 99 --n-gpu-layers 99 --no-mmproj
 -b 99 --batch-size 99 -ub 9 -fa on --flash-attn on --jinja --cont-batching --mlock --no-mmap --cache-type-k q8_0
 -ctv q8_0 --temp 0 --top-k 1 --n-predict 9 -n 9 --lora f --embedding --pooling mean --metrics --slots -md f
 --draft-max 3 --tensor-split 1,1 --split-mode layer --verbose --keepalive 5m --format json --think --hidethinking

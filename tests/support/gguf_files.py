@@ -144,7 +144,10 @@ def _write_settings(writer: GGUFWriter, architecture: str, config: dict[str, Any
     for name, ours in floats.items():
         if ours in config:
             writer.add_float32(f"{architecture}.{name}", config[ours])
-    if scaling := config.get("rope_scaling"):
+    scaling = config.get("rope_scaling") or {}
+    if sections := scaling.get("mrope_section"):
+        writer.add_array(f"{architecture}.rope.dimension_sections", [*sections, 0])
+    elif scaling:
         writer.add_string(f"{architecture}.rope.scaling.type", scaling["rope_type"])
         writer.add_float32(f"{architecture}.rope.scaling.factor", scaling["factor"])
 
@@ -153,7 +156,8 @@ def _write_tokenizer(writer: GGUFWriter, source: Path) -> None:
     tokenizer = json.loads((source / "tokenizer.json").read_text())
     by_id = {number: text for text, number in tokenizer["model"]["vocab"].items()}
     special = {one["id"]: one["content"] for one in tokenizer["added_tokens"]}
-    by_id[special.popitem()[0]] = "ab"  # of the only merge: a file must have one
+    special.pop(unused := IDS["<|vision_pad|>"])
+    by_id[unused] = "ab"  # of the only merge: a file must have one
     tokens = [(by_id | special)[number] for number in range(len(by_id | special))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")

@@ -104,7 +104,7 @@ def weight_files(folder: Path | str) -> list[Path]:
     shards, and LoRAs. Raises CheckpointError as ``read_folder`` does, but reads no header."""
     main = _main_file(Path(folder))
     if main.name == GGUF_INDEX:
-        names = {one.file for one in read_index(main.parent).values()}
+        names = {place.file for one in read_index(main.parent).values() for place in one.places}
         return [main, *(main.with_name(name) for name in sorted(names))]
     shards = [] if main.name == SINGLE_FILE else sorted(set(_read_index(main).values()))
     loras = [place / LORA_FILE for place in lora_folders(folder).values()]

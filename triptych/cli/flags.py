@@ -55,7 +55,7 @@ DEMO = "demo"
 
 G = TypeVar("G", bound=Settings)
 
-START = ("model", "topology", "role", "join", "name")
+START = ("model", "mmproj", "topology", "role", "join", "name")
 """What a file may have besides settings."""
 
 _SETTINGS = {item.name: item for group in CONFIG_GROUPS for item in public_fields(group)}
@@ -65,9 +65,13 @@ _HOST_PORT = re.compile(r"[^\s/:*]+:\d{1,5}|\[[^\s/\]]+\]:\d{1,5}")
 
 def add_model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     meaning = (
-        f"a checkpoint folder, a name on the Hugging Face Hub (ORG/NAME[@REVISION]), or {DEMO!r} for the bundled model"
+        "a checkpoint folder, a GGUF file, a name on the Hugging Face Hub (ORG/NAME[@REVISION]), or "
+        f"{DEMO!r} for the bundled model"
     )
     parser.add_argument("model", metavar="MODEL", help=meaning, nargs=None if required else "?")
+    parser.add_argument(
+        "--mmproj", metavar="FILE", help="GGUF file with the encoders, of a MODEL that is a GGUF file (default: none)"
+    )
 
 
 def add_control(parser: argparse.ArgumentParser) -> None:
@@ -237,8 +241,9 @@ def serve_config(arguments: argparse.Namespace, *, needs_weights: bool = True) -
     if needs_weights and role != "FRONTEND" and getattr(arguments, "on", None) is None:
         check_device(engine)
     check = partial(check_memory, arguments.model, engine) if needs_weights and not is_small else no_check
+    mmproj = getattr(arguments, "mmproj", None)
     return ServeConfig(
-        model=model_folder(arguments.model, needs_weights=needs_weights, check=check),
+        model=model_folder(arguments.model, mmproj, needs_weights=needs_weights, check=check),
         engine=engine,
         encode=settings(EncodeConfig, arguments),
         transfer=settings(TransferConfig, arguments),
@@ -256,14 +261,17 @@ def number(text: str) -> float:
     return value
 
 
-def model_folder(name: str, *, needs_weights: bool = True, check: Check = no_check) -> Path:
+def model_folder(name: str, mmproj: str | None = None, *, needs_weights: bool = True, check: Check = no_check) -> Path:
     """Return the checkpoint folder that MODEL names, downloaded if that is a name on the Hub; ``check`` is called
-    before its weights are. Raises StartError as ``hub.fetch`` does. Raises CheckpointError for a folder that isn't one
-    of a model, whose weights are in a format that isn't served, or that lacks a shard; with ``needs_weights``, also for
-    one that has none."""
+    before its weights are. ``mmproj`` names a file with the encoders of a GGUF file. Raises StartError as ``hub.fetch``
+    does. Raises CheckpointError for a folder that isn't one of a model, whose weights are in a format that isn't
+    served, or that lacks a shard; with ``needs_weights``, also for one that has none. Raises ConfigError for ``mmproj``
+    without a GGUF file."""
     folder = MODEL_DIR if name == DEMO else Path(name)
     if folder.suffix == SUFFIX and folder.is_file():
-        folder = _of_gguf(folder)
+        folder = _of_gguf(folder, mmproj)
+    elif mmproj is not None:
+        raise ConfigError(f"--mmproj {mmproj} is for a GGUF file as MODEL; {name} has its encoders, if it has any")
     if folder.is_file():
         what = no_weights([folder.name]).partition(" is ")[2] or "a file"
         raise CheckpointError(f"{name}: it is {what}; MODEL is a folder, or a name on the Hugging Face Hub")
@@ -281,13 +289,13 @@ def model_folder(name: str, *, needs_weights: bool = True, check: Check = no_che
     return folder
 
 
-def _of_gguf(file: Path) -> Path:
-    """Return the folder of a model in GGUF. Raises CheckpointError as ``gguf_folder`` does, and StartError without the
-    packages that it needs."""
+def _of_gguf(file: Path, mmproj: str | None) -> Path:
+    """Return the folder of a model in GGUF, with encoders if ``mmproj`` names a file of them. Raises CheckpointError as
+    ``gguf_folder`` does, and StartError without the packages that it needs."""
     check_installed("a model in GGUF")
     from triptych.checkpoint.gguf.folder import gguf_folder
 
-    return gguf_folder(file)
+    return gguf_folder(file, None if mmproj is None else Path(mmproj))
 
 
 def _check_served(folder: Path, _: int = 0) -> None:

@@ -14,7 +14,8 @@ _TABLE = {
     # the model and its files
     "model model_path m model_id": "give the model first: triptych serve MODEL",
     "hf hf_repo hfr hf_file hff model_url mu": "give the model's name first: triptych serve ORG/NAME",
-    "mmproj mmproj_url no_mmproj": "encoders are in the checkpoint's folder: leave it out, or use --role PD for none",
+    "mmproj_url no_mmproj mm": "encoders are in the checkpoint's folder or, of a GGUF file, in that of --mmproj: leave "
+    "it out for none",
     "tokenizer tokenizer_path tokenizer_mode chat_template chat_template_file chat_template_content_format "
     "skip_tokenizer_init": _PREPARED,
     "revision tokenizer_revision code_revision": "it follows the model's name: ORG/NAME@REVISION",

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_installed("quantize")
     from triptych.models.quantize import quantize_checkpoint  # here, because it imports PyTorch
 
-    source, console = flags.model_folder(arguments.model), Console(stderr=True)
+    source, console = flags.model_folder(arguments.model, arguments.mmproj), Console(stderr=True)
     quantization = GroupQuantization(arguments.group_size, arguments.asymmetric)
     for copied in quantize_checkpoint(source, arguments.out, quantization):
         sizes = f"{copied.before / 2**30:.2f} GiB of weights are {copied.after / 2**30:.2f} GiB"

@@ -63,13 +63,39 @@ class ModelSettings:
             found = found[0].item()
         if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
             raise CheckpointError(f"{self.file.path}: {key} must be a number, not {found!r}")
-        return found
+        return decimal(found) if isinstance(found, float) else found
+
+    def numbers(self, name: str) -> list[Any]:
+        """Return a list of finite numbers."""
+        key = f"{self._architecture}.{name}"
+        found = self.file.settings.get(key)
+        if not isinstance(found, np.ndarray) or not np.isfinite(found).all():
+            raise CheckpointError(f"{self.file.path}: {key} must be numbers, not {found!r}")
+        return [decimal(one) if isinstance(one, float) else one for one in found.tolist()]
 
     def has(self, name: str) -> bool:
         return f"{self._architecture}.{name}" in self.file.settings
 
+    def holds(self, name: str) -> bool:
+        """Return whether a setting is true."""
+        return self.file.settings.get(f"{self._architecture}.{name}") is True
+
+    def flags(self, name: str) -> list[bool]:
+        """Return a list of truth values."""
+        found = self.file.settings.get(f"{self._architecture}.{name}")
+        if not isinstance(found, np.ndarray) or found.dtype != np.bool_:
+            raise CheckpointError(f"{self.file.path}: {self._architecture}.{name} must be true or false, not {found!r}")
+        return [bool(one) for one in found]
+
     def text(self, name: str) -> str:
         return str(self.file.settings.get(f"{self._architecture}.{name}", ""))
+
+
+def decimal(number: float) -> float:
+    """Return the number of six digits that rounds to this one in float32, if there is one: of a config's 1e-06, files
+    have 9.999999974752427e-07."""
+    short = float(f"{number:.6g}")
+    return short if float(np.float32(short)) == number else number
 
 
 @dataclass(frozen=True)
@@ -148,7 +174,7 @@ def _gemma2(settings: ModelSettings) -> Config:
 def _gemma3(settings: ModelSettings) -> Config:
     return {
         "sliding_window": settings.number("attention.sliding_window"),
-        "sliding_window_pattern": 6,
+        "sliding_window_pattern": settings.number("attention.sliding_window_pattern", 6),
         "rope_local_base_freq": settings.number("rope.freq_base_swa", 10_000.0),
         "query_pre_attn_scalar": _query_scale(settings, 62),
         "hidden_activation": "gelu_pytorch_tanh",
@@ -184,9 +210,12 @@ def _qwen2_moe(settings: ModelSettings) -> Config:
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", ATTENTION | MLP | NORMS, _windows, rotated=True),
     "qwen2": Architecture("qwen2", ATTENTION | MLP | NORMS, _windows),
+    "qwen2vl": Architecture("qwen2", ATTENTION | MLP | NORMS, _windows),
     "qwen2moe": Architecture("qwen2_moe", ATTENTION | EXPERTS | NORMS, _qwen2_moe),
     "qwen3": Architecture("qwen3", ATTENTION | MLP | NORMS, _windows),
     "qwen3moe": Architecture("qwen3_moe", ATTENTION | EXPERTS | NORMS, _qwen3_moe),
+    "qwen3vl": Architecture("qwen3", ATTENTION | MLP | NORMS, _windows),
+    "qwen3vlmoe": Architecture("qwen3_moe", ATTENTION | EXPERTS | NORMS, _qwen3_moe),
     "gemma2": Architecture("gemma2", ATTENTION | MLP | GEMMA_NORMS, _gemma2, norm_offset=1),
     "gemma3": Architecture("gemma3_text", ATTENTION | MLP | GEMMA_NORMS, _gemma3, norm_offset=1),
 }

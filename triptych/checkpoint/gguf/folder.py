@@ -10,42 +10,48 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from blake3 import blake3
 
 from triptych.checkpoint.config_files import GENERATION_CONFIG
-from triptych.checkpoint.gguf.architectures import WHOLE, Architecture, config_of
+from triptych.checkpoint.gguf.architectures import WHOLE, Architecture, Config, ModelSettings, config_of
 from triptych.checkpoint.gguf.file import GgufFile, GgufTensor, is_served, read_gguf
 from triptych.checkpoint.gguf.index import INDEX, SUFFIX, Entry, written
+from triptych.checkpoint.gguf.projectors import PROJECTORS
 from triptych.checkpoint.gguf.tokenizer import CONTROL, tokenizer_json
+from triptych.checkpoint.gguf.towers import tower_of
 from triptych.errors import CheckpointError
 from triptych.user_cache import user_cache
 
-LAYOUT = "1"
+LAYOUT = "2"
 """Changes when folders are made otherwise."""
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>")
 """Tokens that end a turn, whatever the settings name."""
 
 
-def gguf_folder(path: Path) -> Path:
-    """Return the checkpoint folder of a model in GGUF, of one file or split, given by its first. Raises CheckpointError
-    for a damaged or missing file, and for what isn't served."""
+def gguf_folder(path: Path, mmproj: Path | None = None) -> Path:
+    """Return the checkpoint folder of a model in GGUF, of one file or split, given by its first; ``mmproj`` has its
+    towers. Raises CheckpointError for a damaged or missing file, for what isn't served, and for towers of another
+    model."""
     paths = _parts(path)
+    more = [] if mmproj is None else [mmproj]
+    if missing := next((one for one in more if not one.is_file()), None):
+        raise CheckpointError(f"{missing}: no such file")
     try:
         home = user_cache()
     except RuntimeError as error:
         raise CheckpointError(f"{path}: there is no place for its settings: {error}; set XDG_CACHE_HOME") from error
     try:
-        states = [(str(one.resolve()), one.stat().st_size, one.stat().st_mtime_ns) for one in paths]
-        name = f"{path.stem}-{blake3(json.dumps([LAYOUT, states]).encode()).hexdigest()[:16]}"
+        files = [(str(one.resolve()), one.stat().st_size, one.stat().st_mtime_ns) for one in (*paths, *more)]
+        name = f"{path.stem}-{blake3(json.dumps([LAYOUT, len(more), files]).encode()).hexdigest()[:16]}"
         folder = home / "gguf" / name
         if not (folder / INDEX).is_file():
             folder.parent.mkdir(parents=True, exist_ok=True)
-            _make(folder, [read_gguf(one) for one in paths])
+            _make(folder, [read_gguf(one) for one in paths], [read_gguf(one) for one in more])
     except OSError as error:
         raise CheckpointError(f"{path}: can't be made a checkpoint folder: {error}") from error
     return folder
@@ -62,16 +68,24 @@ def _parts(path: Path) -> list[Path]:
     return paths
 
 
-def _make(folder: Path, files: Sequence[GgufFile]) -> None:
+def _make(folder: Path, files: Sequence[GgufFile], towers: Sequence[GgufFile]) -> None:
     """Write the folder whole or not at all: other processes may make it at the same time."""
-    first = files[0]
+    # any part of a split file may hold a tensor that settings follow from
+    first = replace(files[0], tensors={name: one for file in files for name, one in file.tensors.items()})
     architecture, config = config_of(first)
-    entries = _entries(files, architecture, config)
+    entries, processors = _entries(files, architecture, config), dict[str, Config]()
+    if towers:
+        tower = tower_of(
+            towers[0], ModelSettings(first, str(first.settings["general.architecture"])), config, PROJECTORS
+        )
+        entries = {key.replace("model.", tower.projector.text, 1): one for key, one in entries.items()}
+        entries |= tower.entries(f"{len(files)}{SUFFIX}")
+        config, processors = tower.config, dict(tower.processors)
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".made-"))
     try:
         texts = {"config.json": json.dumps(config, indent=1), "tokenizer.json": tokenizer_json(first)}
-        texts |= _prompt_files(first)
-        for number, file in enumerate(files):
+        texts |= _prompt_files(first) | {name: json.dumps(one, indent=1) for name, one in processors.items()}
+        for number, file in enumerate((*files, *towers)):
             (made / f"{number}{SUFFIX}").symlink_to(file.path.resolve())
         for name, text in texts.items():
             (made / name).write_text(text)
@@ -82,7 +96,7 @@ def _make(folder: Path, files: Sequence[GgufFile]) -> None:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _entries(files: Sequence[GgufFile], architecture: Architecture, config: dict[str, Any]) -> dict[str, Entry]:
+def _entries(files: Sequence[GgufFile], architecture: Architecture, config: Config) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     served = {one.kind: is_served(one.kind) for file in files for one in file.tensors.values()}
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}

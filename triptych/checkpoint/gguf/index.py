@@ -1,6 +1,7 @@
 """The index of a checkpoint folder whose values are in GGUF files: where each tensor is, and what changes it on the
 way. Neither torch nor the library ``gguf``: the frontend reads it, too."""
 
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
@@ -27,10 +28,31 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """Number of heads whose rows are in the order of pairs; 0: they aren't."""
     shift: int = 0
     """What is added to its values."""
+    parts: list["Entry"] = []
+    """Where the tensor's parts are, if files have it in several; what is above then says its shape alone."""
+    axis: int = 0
+    """Dimension along which the parts are joined."""
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.shape[:-1]) * self.row_bytes
+        return sum(one.num_bytes for one in self.parts) or prod(self.shape[:-1]) * self.row_bytes
+
+    @property
+    def places(self) -> Sequence["Entry"]:
+        """The entries of the parts or, without any, the entry itself."""
+        return self.parts or (self,)
+
+
+def joined(parts: Sequence[Entry], axis: int) -> Entry:
+    """Return the entry of a tensor of several parts, or the only one. Raises ValueError for shapes that don't fit."""
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    shapes = [one.shape[:axis] + one.shape[axis + 1 :] for one in parts]
+    if any(len(one.shape) <= axis for one in parts) or any(shape != shapes[0] for shape in shapes):
+        raise ValueError(f"parts of shapes {[one.shape for one in parts]} can't be joined")
+    shape = [*first.shape[:axis], sum(one.shape[axis] for one in parts), *first.shape[axis + 1 :]]
+    return Entry(first.file, first.kind, shape, 0, 0, parts=list(parts), axis=axis)
 
 
 def written(entries: dict[str, Entry]) -> bytes:
@@ -44,16 +66,27 @@ def read_index(folder: Path) -> dict[str, Entry]:
     path = folder / INDEX
     try:
         entries = msgspec.json.decode(path.read_bytes(), type=dict[str, Entry])
-        sizes = {name: _checked(path, name).stat().st_size for name in {one.file for one in entries.values()}}
+        places = [(key, place) for key, one in entries.items() for place in one.places]
+        sizes = {name: _checked(path, name).stat().st_size for name in {one.file for _, one in places}}
     except msgspec.MsgspecError as error:
         raise CheckpointError(f"{path}: {error}") from error
     except OSError as error:
         raise CheckpointError(f"{error.filename}: can't be read: {error.strerror}") from error
-    for key, one in entries.items():
+    for key, one in places:
         numbers = (*one.shape, one.offset, one.row_bytes, one.rotated)
-        if not one.shape or min(numbers) < 0 or one.offset + one.num_bytes > sizes[one.file]:
+        if one.parts or not one.shape or min(numbers) < 0 or one.offset + one.num_bytes > sizes[one.file]:
+            raise CheckpointError(f"{path}: the entry of tensor {key!r} is malformed")
+    for key, one in entries.items():
+        if one.parts and not _fits(one):
             raise CheckpointError(f"{path}: the entry of tensor {key!r} is malformed")
     return entries
+
+
+def _fits(one: Entry) -> bool:
+    try:
+        return one.axis >= 0 and joined(one.parts, one.axis).shape == one.shape
+    except ValueError:
+        return False
 
 
 def _checked(index: Path, name: str) -> Path:

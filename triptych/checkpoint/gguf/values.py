@@ -16,8 +16,12 @@ AT_ONCE = 2**22
 
 
 def read_tensor(path: Path, entry: Entry) -> Tensor:
-    """Return a tensor: floats that nothing changes as they are, memory-mapped; all others in float32. Raises OSError
-    for a file that can't be read."""
+    """Return a tensor: floats that nothing changes as they are, memory-mapped; all others in float32. ``path`` is that
+    of the file, or of one that the others are beside. Raises OSError for a file that can't be read."""
+    if entry.parts:
+        parts = [read_tensor(path.with_name(one.file), one) for one in entry.parts]
+        same = {part.dtype for part in parts}
+        return torch.cat(parts if len(same) == 1 else [part.float() for part in parts], entry.axis)
     raw = torch.from_file(str(path), False, path.stat().st_size, dtype=torch.uint8)
     rows = raw[entry.offset : entry.offset + entry.num_bytes].view(-1, entry.row_bytes)
     if entry.rotated:
