@@ -50,9 +50,18 @@ def test_null_and_clients_own_fields_are_ignored_at_every_level(fields: Any, pat
     assert chat(**fields({"unheard_of": None, "x_mine": 1, "x-mine": {}})) == chat(**fields({}))
 
 
+@pytest.mark.parametrize(("fields", "path"), LEVELS)
+@pytest.mark.parametrize(
+    "extra", [{"unheard_of": False}, {"unheard_of": []}, {"unheard_id": 7}, {"my_metadata": {"a": 1}}]
+)
+def test_unknown_fields_that_demand_nothing_are_ignored(fields: Any, path: str, extra: dict[str, Any]) -> None:
+    """By their value, as of a feature that is off, or by their name, as of what the request belongs to."""
+    assert chat(**fields(extra)) == chat(**fields({}))
+
+
 @pytest.mark.parametrize(("fields", "path"), LEVELS[1:])
 def test_an_unknown_field_is_refused_by_name(fields: Any, path: str) -> None:
-    error = refused(**fields({"unheard_of": False}))
+    error = refused(**fields({"unheard_of": 0}))
     assert (error.param, error.code) == (f"{path}unheard_of", "unknown_parameter")
 
 

@@ -13,6 +13,8 @@ UNKNOWN, UNSUPPORTED, CONFLICT = "unknown_field", "unsupported_field", "conflict
 """Types of the errors that rules raise. Their context has the field's name as ``field``."""
 OWN_PREFIXES = ("x-", "x_")
 """Names that begin so are clients' own."""
+ID_SUFFIXES = ("_id", "metadata")
+"""Names that end so say what a request belongs to."""
 EMPTY: tuple[Any, ...] = (False, "", [], {})
 """Values that demand nothing of a feature, besides null."""
 Updates = Mapping[str, Any]
@@ -45,7 +47,7 @@ class Off:
         return any(one is True for one in self.accepted)
 
     def apply(self, request: dict[str, Any], name: str, value: Any) -> None:
-        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.neutral):
+        if not _is_one_of(value, self.neutral):
             raise _refused(UNSUPPORTED, name, "is not supported" + (f": use {self.use}" if self.use else ""))
 
 
@@ -122,9 +124,19 @@ class Rules:
                 continue
             if (rule := self.by_name.get(name)) is not None:
                 rule.apply(made, name, one)
-            elif not self.ignores_unknown and not name.startswith(OWN_PREFIXES):
+            elif not self.ignores_unknown and not _demands_nothing(name, one):
                 made[name] = one  # the model refuses it, after it has found errors of its own fields
         return made
+
+
+def _is_one_of(value: Any, values: Collection[Any]) -> bool:
+    """Compare as JSON does: 0 isn't false."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
+
+
+def _demands_nothing(name: str, value: Any) -> bool:
+    """Whether a field that no rule names can't change the answer: by its name, or because it names what is off."""
+    return name.startswith(OWN_PREFIXES) or name.endswith(ID_SUFFIXES) or _is_one_of(value, EMPTY)
 
 
 def describe(rule: Rule) -> str:

@@ -31,9 +31,17 @@ REQUEST = Rules(
         **_hints("litellm_trace_id request_id rid trace trace_id tags labels conversation_id thread_id user_id"),
         **_hints("service_tier store prediction prompt_cache_key prompt_cache_retention prompt_cache_options"),
         **_hints("cache caching cache_control cache_prompt id_slot slot_id keep_alive usage timings_per_token"),
-        **_hints("return_progress guided_decoding_backend truncation_side"),
+        **_hints("context_management"),
+        **_hints("return_progress guided_decoding_backend truncation_side ttl sse_ping_interval project organization"),
+        # more about the answer's making than answers here have
+        **_hints("return_tokens verbose response_fields return_meta_info return_cached_tokens_details log_metrics"),
+        **_hints("return_perf_metrics perf_metrics_in_response"),
         # gateways' choice among services, made before this one
-        **_hints("provider models route fallbacks"),
+        **_hints("provider models route fallbacks debug require_parameters api_base custom_llm_provider drop_params"),
+        **_hints("extra_headers max_retries num_retries compliance citation_options disable_tool_validation"),
+        # where an engine computes, and how it speculates, which leaves answers as they are
+        **_hints("bootstrap_host bootstrap_port bootstrap_room data_parallel_rank routed_dp_rank disaggregated_params"),
+        **_hints("draft_model speculative prompt_lookup_num_tokens backend_sampling lazy_grammar truncation_length"),
         # another engine's memory, and settings of samplers that are off
         **_hints("num_ctx num_batch num_thread num_gpu main_gpu low_vram use_mmap use_mlock numa f16_kv"),
         **_hints("mirostat_tau mirostat_eta xtc_threshold dynatemp_exponent smoothing_curve"),
@@ -41,7 +49,8 @@ REQUEST = Rules(
         # other names
         **_aliases("repetition_penalty", "repeat_penalty"),
         **_aliases("seed", "random_seed"),
-        **_aliases("stop", "stop_sequences"),
+        **_aliases("stop", "stop_sequences stop_words"),
+        **_aliases("cache_salt", "extra_key"),
         **_aliases("ignore_eos", "ignore_eos_token"),
         **_aliases("structured_outputs.json", "guided_json json_schema"),
         **_aliases("structured_outputs.regex", "guided_regex regex"),
@@ -53,7 +62,8 @@ REQUEST = Rules(
         **_off("use_beam_search early_stopping"),
         **_off("num_beams length_penalty", 1),
         **_off("guided_whitespace_pattern whitespace_pattern structural_tag", use="structured_outputs"),
-        **_off("typical_p tfs_z", 1),
+        **_off("typical_p tfs_z guidance_scale n_best", 1),
+        **_off("top_n_sigma", 0, -1),
         **_off("top_a mirostat xtc_probability dynatemp_range smoothing_factor epsilon_cutoff eta_cutoff", 0),
         **_off("dry_multiplier no_repeat_ngram_size penalty_alpha min_keep n_indent n_keep num_keep", 0),
         **_off("encoder_repetition_penalty", 1, use="repetition_penalty"),
@@ -68,7 +78,10 @@ REQUEST = Rules(
         **_off("t_max_predict_ms", 0, -1, use="timeout"),
         **_off("truncate truncate_prompt_tokens truncation input_ids input_embeds prompt_embeds"),
         **_off("include_stop_str_in_output stop_regex no_stop_trim watermark return_hidden_states"),
-        **_off("detokenize spaces_between_special_tokens", True),
+        **_off("detokenize spaces_between_special_tokens incremental_output parse_tool_calls", True),
+        **_off("context_length_exceeded_behavior", "error"),
+        **_off("result_format", "message"),
+        **_off("lora_id template_id assistant_id preset_id prompt_id previous_response_id safety_model extra_body"),
         **_off("lora lora_path lora_request lora_adapter adapter_id kv_transfer_params"),
         **_off("audio moderation safe_prompt safety_settings guardrails plugins transforms"),
         **_off("web_search_options web_search search_parameters", use="tools"),
@@ -84,6 +97,7 @@ CHAT = REQUEST | Rules(
     {
         **_aliases("max_tokens", "max_new_tokens n_predict num_predict", unset=[-1]),
         **_aliases(THINKING, "enable_thinking think"),
+        **_aliases("chat_template_kwargs.clear_thinking", "clear_thinking"),
         **_aliases("thinking_token_budget", "thinking_budget reasoning_budget", unset=[-1]),
         "reasoning_format": Meaning(
             {
@@ -114,7 +128,7 @@ CHAT = REQUEST | Rules(
                 **_hints("display"),
             }
         ),
-        **_off("stream_reasoning reasoning_split", True),
+        **_off("stream_reasoning reasoning_split stream_tool_calls tool_stream", True),
         **_off("verbosity", "medium"),
         **_off("modalities", ["text"]),
         **_off("echo", use=CONTINUE),
@@ -147,6 +161,7 @@ PART = Rules(
 )
 TEXT_PART = PART | Rules(_hints("role status phase parsed"))
 """Agents spread what they noted of an answer over its texts when they send it back."""
+THINKING_PART = TEXT_PART | Rules(_hints("signature closed summary encrypted_content"))
 IMAGE_PART = PART | Rules(_aliases("image_url.detail", "detail"))
 MEDIA = Rules(_hints("format mime_type media_type id filename name cache_control"))
 """The object in a part that says where its media are."""
@@ -163,11 +178,17 @@ FUNCTION = Rules(
 TOOL = FUNCTION | Rules(_aliases("function.strict", "strict"))
 NAMED = FUNCTION | Rules(_hints("description parameters strict format"))
 JSON_FORMAT = Rules(_aliases("schema", "value"))
-SCHEMA_FORMAT = Rules(_aliases("json_schema.schema", "schema value"))
+SCHEMA_FORMAT = Rules(
+    {
+        **_aliases("json_schema.schema", "schema value"),
+        **{name: Alias(f"json_schema.{name}") for name in ("name", "strict", "description")},
+    }
+)
 STREAM_OPTIONS = Rules(_off("include_obfuscation"))
 ANTHROPIC_REQUEST = Rules(
     {
-        **_hints("metadata service_tier cache_control context_management inference_geo speed betas anthropic_beta"),
+        **{name: rule for name, rule in REQUEST.by_name.items() if isinstance(rule, Hint | Off)},
+        **_hints("metadata service_tier cache_control inference_geo speed betas anthropic_beta"),
         **_off("container mcp_servers", use="tools"),
     }
 )
@@ -179,13 +200,19 @@ ANTHROPIC_TOOL = Rules(
     ignores_unknown=True,
 )
 
+
+def _beside_all(rules: Rules) -> Rules:
+    return Rules({name: rule for name, rule in rules.by_name.items() if REQUEST.by_name.get(name) != rule})
+
+
 TABLE = {
     "every generating request": REQUEST,
-    "completions": Rules({name: rule for name, rule in COMPLETION.by_name.items() if name not in REQUEST.by_name}),
-    "chats": Rules({name: rule for name, rule in CHAT.by_name.items() if name not in REQUEST.by_name}),
+    "completions": _beside_all(COMPLETION),
+    "chats": _beside_all(CHAT),
     "messages": MESSAGE,
     "content parts": PART,
     "parts that are texts": TEXT_PART,
+    "parts of reasoning": Rules(_hints("signature closed summary encrypted_content")),
     "`image_url` parts": Rules(_aliases("image_url.detail", "detail")),
     "`image_url`, `video_url`, …": MEDIA,
     "earlier tool calls": CALL,
@@ -195,7 +222,7 @@ TABLE = {
     "`response_format` of type `json_object`": JSON_FORMAT,
     "`response_format` of type `json_schema`": SCHEMA_FORMAT,
     "`stream_options`": STREAM_OPTIONS,
-    "`/v1/messages`": ANTHROPIC_REQUEST,
+    "`/v1/messages`": _beside_all(ANTHROPIC_REQUEST),
     "`/v1/messages`: content blocks": ANTHROPIC_BLOCK,
     "`/v1/messages`: tools": ANTHROPIC_TOOL,
 }
