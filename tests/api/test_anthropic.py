@@ -227,6 +227,36 @@ def test_thinking_comes_before_the_text(thinker: Served) -> None:
     assert without_ids(put_together(events(thinker, temperature=0.0, **fields))) == without_ids(whole)
 
 
+def test_a_budget_ends_thinking(thinker: Served) -> None:
+    fields: dict[str, Any] = {"max_tokens": 60, "temperature": 0.0}
+    budget = {"type": "enabled", "budget_tokens": 5}
+    limited = answer(thinker, thinking=budget, **fields)
+    assert [block["type"] for block in limited["content"]] == ["thinking", "text"]
+    assert len(limited["content"][0]["thinking"]) < len(
+        answer(thinker, thinking={"type": "adaptive"}, **fields)["content"][0]["thinking"]
+    )
+
+
+def test_a_model_without_reasoning_has_no_budget(service: Served) -> None:
+    answer(service, thinking={"type": "enabled", "budget_tokens": 5})
+
+
+def test_a_reference_to_a_tool_in_a_result_is_its_name() -> None:
+    reference = {"type": "tool_reference", "tool_name": "weather"}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [reference]}
+    body = {"max_tokens": 5, "messages": [{"role": "user", "content": [result]}]}
+    (message,) = parse_request(MessagesRequest, json.dumps(body).encode()).to_chat().messages
+    assert isinstance(message.content, list)
+    assert [part.model_dump()["text"] for part in message.content] == ["weather"]
+
+
+def test_hints_of_other_apis_are_ignored() -> None:
+    given = {"keep_alive": "5m", "litellm_metadata": {"a": 1}, "trace_id": "x", "user_profile_id": "x"}
+    body = {"max_tokens": 5, "messages": [{"role": "user", "content": "?"}]}
+    plain, more = (parse_request(MessagesRequest, json.dumps(one).encode()) for one in (body, body | given))
+    assert plain.to_chat() == more.to_chat()
+
+
 def test_blocks_of_an_answer() -> None:
     """Each block starts and stops once, whatever the deltas bring together; input that was cut off is empty."""
     deltas: list[list[Event]] = [

@@ -166,7 +166,10 @@ class PreparedMessage:
 async def prepare(api: ApiContext, request: MessagesRequest, context: RequestContext) -> PreparedMessage:
     """Plan the request's prompt. Raises as ``chat.prepare`` does."""
     try:
-        return PreparedMessage(request, await chat.prepare(api, request.to_chat(), context))
+        asked = request.to_chat()
+        if chat.end_of_reasoning(api) is None:
+            asked.thinking_token_budget = None  # Anthropic's budget is a target
+        return PreparedMessage(request, await chat.prepare(api, asked, context))
     except RequestError as error:
         raise _renamed(error, request) from error
 

@@ -12,6 +12,7 @@ from pydantic import Field, Tag
 from triptych.api import field_table, schemas
 from triptych.api.fields import (
     ARRAY,
+    MAX_TOKENS_LIMIT,
     STRING,
     JsonObject,
     JsonSchema,
@@ -138,7 +139,18 @@ class ToolUseBlock(Block):
     input: JsonObject
 
 
-TextualBlock = TextBlock | DocumentBlock | SearchResultBlock
+class ToolReferenceBlock(Block):
+    """A tool that a search among tools found. All tools are in the prompt already."""
+
+    type: Literal["tool_reference"]
+    tool_name: Name
+
+    @property
+    def text(self) -> str:
+        return self.tool_name
+
+
+TextualBlock = TextBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock
 ShownBlock = TextualBlock | ImageBlock
 
 
@@ -211,8 +223,8 @@ class AnthropicToolChoice(StrictModel):
 
 class Thinking(StrictModel):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(None, ge=1, le=2**31)
-    """Has no effect."""
+    budget_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS_LIMIT)
+    """Tokens of reasoning after which it is ended, for models that end it with a single token."""
     display: str | None = None
     """Has no effect: reasoning is returned in full."""
 
@@ -272,6 +284,8 @@ class CountTokensRequest(StrictModel):
             made["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
         if self._continues:
             made["continue_final_message"] = True
+        if self.thinking is not None and self.thinking.type == "enabled":
+            made["thinking_token_budget"] = self.thinking.budget_tokens
         return {name: value for name, value in made.items() if value is not None}
 
     @property

@@ -84,11 +84,17 @@ def _reasoning_budget(api: ApiContext, tokens: int | None, reasoning: Reasoning)
     if tokens in (None, -1) or reasoning is Reasoning.NONE:
         return None
     tags, tokenizer = api.prompt_builder.formats.reasoning[0], api.tokenizer
-    if (close := tokenizer.id_of(tags.close)) is None:
+    if (close := end_of_reasoning(api)) is None:
         field = "thinking_token_budget"
         raise InvalidRequest(f"{field}: no single token ends this model's reasoning, so it can't be limited", field)
     opening = [] if reasoning.is_open else tokenizer.encode(tags.open.strip())
     return ReasoningBudget(tokens, [close, *(tokenizer.encode(tags.after) if tags.after else ())], opening)
+
+
+def end_of_reasoning(api: ApiContext) -> int | None:
+    """Return the token that ends the model's reasoning; None if no single one does, or it doesn't reason."""
+    formats = api.prompt_builder.formats
+    return api.tokenizer.id_of(formats.reasoning[0].close) if formats.reasoning else None
 
 
 def _continued(api: ApiContext, request: ChatCompletionRequest, prompt: PlannedPrompt) -> list[int]:
