@@ -25,7 +25,7 @@ BODIES: dict[type[StrictModel], dict[str, Any]] = {
 BOUNDS: dict[str, tuple[list[float], list[float]]] = {
     # the least and the most, and what is just beyond
     "temperature": ([0, 2], [-1e-9, 2.0001]),
-    "top_p": ([1e-300, 1], [0, -0.0, 1.0001]),
+    "top_p": ([0, -0.0, 1e-300, 1], [-1e-9, 1.0001]),
     "min_p": ([0, 1], [-1e-9, 1.0001]),
     "top_k": ([-1, 2**20], [-2, 2**20 + 1]),
     "repetition_penalty": ([0.01, 100], [0, 1e-45, 1e-40, 0.0099, 100.1]),

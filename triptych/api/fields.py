@@ -219,7 +219,12 @@ Temperature = Annotated[
     ),
     AfterValidator(_raised),
 ]
-TopP = Annotated[float, Field(gt=0.0, le=1.0, description="The likeliest token is always kept")]
+MIN_TOP_P = 2.0**-24
+TopP = Annotated[
+    float,
+    Field(ge=0.0, le=1.0, description="The likeliest token is always kept"),
+    AfterValidator(lambda top_p: max(top_p, MIN_TOP_P)),
+]
 TopK = Annotated[int, Field(ge=-1, le=2**20, description="0 and -1: no limit")]
 MinP = Annotated[float, Field(ge=0.0, le=1.0)]
 RepetitionPenalty = Annotated[

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Discriminator, Field, Tag
+from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag
 
 from triptych.api import field_table, schemas
+from triptych.api.field_rules import Rules
 from triptych.api.fields import ARRAY, MAX_TOKEN_IDS, STRING, Name, StrictModel, string_or_array
+from triptych.api.part_forms import response_part
 from triptych.api.response_tools import chat_name
 from triptych.api.schemas import ChatMessage, ImagePart
 from triptych.api.tool_schemas import FunctionCall, ToolCall, custom_arguments
@@ -44,8 +46,11 @@ class ResponsesInputAudio(StrictModel):
 
 
 Refusal = schemas.RefusalPart
-Part = Annotated[InputText | OutputText | Refusal | InputImage | ResponsesInputAudio, Field(discriminator="type")]
-ToolPart = Annotated[InputText | InputImage, Field(discriminator="type")]
+Part = Annotated[
+    Annotated[InputText | OutputText | Refusal | InputImage | ResponsesInputAudio, Field(discriminator="type")],
+    BeforeValidator(response_part),
+]
+ToolPart = Annotated[Annotated[InputText | InputImage, Field(discriminator="type")], BeforeValidator(response_part)]
 ItemId = Annotated[str, Field(min_length=1, max_length=1024)]
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -145,6 +150,14 @@ class ReasoningItem(StrictModel):
         )
 
 
+class SkippedItem(StrictModel):
+    """What a tool of another service did, without the results that its model saw."""
+
+    rules = Rules(ignores_unknown=True)
+    type: Literal["web_search_call", "mcp_list_tools"]
+    id: ItemId | None = None
+
+
 class ItemReference(StrictModel):
     """An item of an earlier answer, by its id."""
 
@@ -167,13 +180,15 @@ Item = Annotated[
     | Annotated[CustomCallItem, Tag("custom_tool_call")]
     | Annotated[CallOutputItem, Tag("custom_tool_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[SkippedItem, Tag("web_search_call")]
+    | Annotated[SkippedItem, Tag("mcp_list_tools")]
     | Annotated[ItemReference, Tag("item_reference")],
     Discriminator(_kind_of_item),
 ]
 
 
 AnswerItem = InputMessage | FunctionCallItem | CustomCallItem | ReasoningItem
-AnyItem = AnswerItem | CallOutputItem | ItemReference
+AnyItem = AnswerItem | CallOutputItem | SkippedItem | ItemReference
 
 
 def chat_messages(items: str | Sequence[AnyItem]) -> list[ChatMessage]:
@@ -195,7 +210,7 @@ def numbered_messages(items: Sequence[AnyItem]) -> list[tuple[int, ChatMessage]]
         elif isinstance(item, InputMessage) and item.role != "assistant":
             open_answer = None
             messages.append((number, ChatMessage(role=item.role, content=_content(item))))
-        elif not isinstance(item, ItemReference):
+        elif not isinstance(item, ItemReference | SkippedItem):
             if open_answer is None or _starts_message(open_answer, item):
                 open_answer = ChatMessage(role="assistant", content="")
                 messages.append((number, open_answer))

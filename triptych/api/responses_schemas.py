@@ -122,14 +122,14 @@ class ResponsesRequest(ExtraFields):
     include: list[Includable] | None = Field(None, max_length=16)
     """Only ``message.output_text.logprobs`` has an effect: items have the reasoning as text, and there are no built-in
     tools."""
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """Items are never left out: a prompt that doesn't fit is refused."""
     store: bool | None = None
     """Without a store, nothing is stored. Answers say whether they are."""
     background: Literal[False] | None = None
     previous_response_id: Name | None = None
     conversation: None = None
     prompt: None = None
-    service_tier: Literal["auto", "default"] | None = None
     chat_template_kwargs: dict[Name, Scalar] | None = Field(None, max_length=schemas.MAX_TEMPLATE_VARIABLES)
     """The same as in chats, like the next field."""
     mm_processor_kwargs: MediaOptions | None = None
@@ -151,6 +151,8 @@ class ResponsesRequest(ExtraFields):
         """Return the equivalent chat completion request."""
         instructions = [ChatMessage(role="system", content=self.instructions)] if self.instructions else []
         messages = instructions + chat_messages(self.input)
+        if not messages:
+            raise InvalidRequest("input: none of the items is shown to a model", "input")
         if len(messages) > schemas.MAX_MESSAGES:
             raise InvalidRequest(
                 f"input: {len(messages)} messages, at most {schemas.MAX_MESSAGES} are allowed", "input"

@@ -1,9 +1,9 @@
 """Request schemas of ``/v1/chat/completions``: OpenAI's API with vLLM's extensions, by the rules of ``fields.py``."""
 
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, Tag, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, Tag, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from triptych.api import field_table
@@ -19,6 +19,7 @@ from triptych.api.fields import (
     string_or_array,
 )
 from triptych.api.json_limits import check_num_values
+from triptych.api.part_forms import chat_part
 from triptych.api.tool_schemas import (
     MAX_TOOLS,
     AllowedToolChoice,
@@ -162,11 +163,29 @@ class InputAudioPart(StrictModel):
     """Like an image's."""
 
 
-TextualPart = TextPart | RefusalPart
-Part = Annotated[
-    TextPart | RefusalPart | ImagePart | VideoPart | FramesPart | AudioPart | InputAudioPart,
-    Field(discriminator="type"),
-]
+class ThinkingPart(StrictModel):
+    """Reasoning of an earlier answer, which becomes the message's ``reasoning_content``."""
+
+    rules = field_table.THINKING_PART
+    type: Literal["thinking", "reasoning"]
+    thinking: (
+        Annotated[
+            Annotated[str, Tag(STRING)] | Annotated[list[TextPart], Field(max_length=MAX_PARTS), Tag(ARRAY)],
+            string_or_array("texts"),
+        ]
+        | None
+    ) = None
+    text: str = ""
+
+    @property
+    def thought(self) -> str:
+        said = self.thinking or self.text
+        return said if isinstance(said, str) else "".join(part.text for part in said)
+
+
+TextualPart = TextPart | RefusalPart | ThinkingPart
+Part = TextPart | RefusalPart | ImagePart | VideoPart | FramesPart | AudioPart | InputAudioPart | ThinkingPart
+SentPart = Annotated[Annotated[Part, Field(discriminator="type")], BeforeValidator(chat_part)]
 UuidPart = ImagePart | VideoPart | AudioPart | InputAudioPart
 """Parts whose media may be null when they have a uuid."""
 
@@ -178,7 +197,7 @@ class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: (
         Annotated[
-            Annotated[str, Tag(STRING)] | Annotated[list[Part], Field(max_length=MAX_PARTS), Tag(ARRAY)],
+            Annotated[str, Tag(STRING)] | Annotated[list[SentPart], Field(max_length=MAX_PARTS), Tag(ARRAY)],
             string_or_array("content parts"),
         ]
         | None
@@ -195,6 +214,16 @@ class ChatMessage(StrictModel):
     function_call: FunctionCall | None = None
     """The only call of an assistant's message, as before ``tool_calls``; a message of the role ``function`` answers
     it."""
+
+    @model_validator(mode="after")
+    def _take_thoughts(self) -> Self:
+        """Move reasoning out of the content."""
+        parts = self.content if isinstance(self.content, list) else []
+        thoughts = [part.thought for part in parts if isinstance(part, ThinkingPart)]
+        if thoughts:
+            self.content = [part for part in parts if not isinstance(part, ThinkingPart)]
+            self.reasoning_content = self.reasoning_content or "".join(thoughts)
+        return self
 
     def calls(self) -> list[tuple[str, FunctionCall]]:
         """Return the calls with their ids."""
