@@ -33,7 +33,7 @@ def test_costs_are_those_measured() -> None:
 
 def test_step_values() -> None:
     assert step_values([(3, 10), (1, 4)]) == {
-        "tokens": 3, "chunks": 1, "pairs": 11 + 12 + 13, "sequences": 1, "context": 5
+        "tokens": 3, "chunks": 1, "pairs": 11 + 12 + 13, "sequences": 1, "context": 5, "rows": 4
     }  # fmt: skip
 
 

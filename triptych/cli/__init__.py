@@ -30,6 +30,7 @@ COMMANDS = {
     "trace": "turn a request, or a window of time, of a request log into a file for ui.perfetto.dev",
     "quantize": "write a copy of a model with the decoder's weights in 4 bits",
     "bench": "measure transfers between processes, or one process beside split ones, on this machine",
+    "profile": "measure what a model's work costs on this machine, for plans and simulations",
     "completion": "print a script by which a shell completes commands and flags",
     "chaos": "end, stop and drain processes of a service under load, and report what its clients saw",
 }

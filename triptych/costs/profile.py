@@ -148,9 +148,11 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True):
     - ``pixels`` of an image;
     - ``parts``, ``patches`` and ``pairs`` of an encoder batch: the last is the sum over parts of patches²;
     - ``tokens``, ``chunks`` and ``pairs`` of a step's prefill: the last is the sum over tokens of those attended to;
-    - ``sequences`` that decode in a step, and ``context``, the sum over them of the tokens attended to;
+    - ``sequences`` that decode in a step, and ``context``, the sum over them of the tokens attended to; ``rows``, the
+      sum of ``tokens`` and ``sequences``;
     - ``bytes`` of a transfer;
-    - ``requests``, ``prompt_tokens``, ``media_bytes`` (of files as sent) and ``output_tokens`` of overheads.
+    - ``requests``, ``prompt_tokens``, ``items`` (images), ``media_bytes`` (of their files) and ``output_tokens`` of
+      overheads.
     """
 
     kind: Literal["triptych-profile"]
@@ -173,15 +175,16 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True):
     encode: Annotated[tuple[AtThreads, ...], Meta(max_length=64)]
     """Seconds on the compute thread of a batch of ``parts``, ``patches``, ``pairs``. Empty for text models."""
     steps: Annotated[tuple[AtThreads, ...], Meta(max_length=64)]
-    """Seconds on the compute thread of a language engine's step of ``tokens``, ``chunks``, ``pairs``, ``sequences``,
-    ``context``: prefill alone, decode alone, and both."""
+    """Seconds on the compute thread of a language engine's step of ``rows``, ``tokens``, ``chunks``, ``pairs``,
+    ``sequences``, ``context``: prefill alone, decode alone, and both."""
     step_overhead: Cost
     """Seconds of the loop between two steps, in which the compute thread waits, by ``sequences`` and ``chunks``."""
     request_overhead: Annotated[dict[Stage, Cost], Meta(max_length=16)]
-    """By stage, processor seconds per request on an instance's loop besides steps, batches and preprocessing, by
-    ``requests`` and ``output_tokens``. A stage that isn't there has none measured."""
+    """By stage, seconds of an instance's loop per request, besides steps and what comes between two: ``prefill`` by
+    ``requests`` and ``prompt_tokens``; and per image besides its batch and its preprocessing: ``encode`` by
+    ``items``. A stage that isn't there wasn't measured."""
     frontend: Cost
-    """Processor seconds of the frontend for ``requests`` with ``prompt_tokens``, ``media_bytes`` and
+    """Processor seconds of the frontend for ``requests`` with ``prompt_tokens``, ``items``, ``media_bytes`` and
     ``output_tokens``."""
     transfers: Annotated[dict[Name, dict[Name, Cost]], Meta(max_length=16)]
     """By fabric (``shm``, ``tcp``, …) and by kind of rows (``kv``, ``embeddings``): seconds from the offer until all of
@@ -232,8 +235,9 @@ def batch_values(patches: Sequence[int]) -> dict[str, float]:
 def step_values(chunks: Iterable[tuple[int, int]]) -> dict[str, float]:
     """Return the variables of a step, given each chunk's tokens and how many of its request's tokens come before. A
     chunk of one token counts as decoding."""
-    values = dict.fromkeys(("tokens", "chunks", "pairs", "sequences", "context"), 0.0)
+    values = dict.fromkeys(("tokens", "chunks", "pairs", "sequences", "context", "rows"), 0.0)
     for length, before in chunks:
+        values["rows"] += length
         if length == 1:
             values["sequences"] += 1
             values["context"] += before + 1

@@ -1,0 +1,1 @@
+"""``triptych profile``: what a model's work costs on this machine."""
