@@ -8,7 +8,7 @@ from bench.measuring import Work, medians_in_turns
 from triptych.checkpoint.config_files import load_config
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.huge_pages import HugePages
-from triptych.layers.linear import WeightFormat
+from triptych.layers.linear import PackedFormat, WeightFormat
 from triptych.layers.specs import AttentionSpec, DenseAndExpertsSpec
 from triptych.models.registry import family_of, resolve
 
@@ -17,6 +17,8 @@ COLUMNS = 4096
 """Of the matrix that is read."""
 BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
 """Of a weight in each format."""
+SENSITIVE = ("qkv", "down")
+"""Of ``decoder_shapes``, layers that ``WeightFormat.sensitive`` makes."""
 
 
 def read_bandwidth(threads: int) -> float:
@@ -41,9 +43,12 @@ def weight_bytes_read(folder: Path, weights: WeightFormat) -> int | None:
     has_others = any(not isinstance(layer.mixer, AttentionSpec) for layer in decoder.layers)
     if decoder.has_experts or has_others or not {head, weights.linear_dtype} <= BYTES.keys():
         return None
-    layer = sum(rows * columns for rows, columns in decoder_shapes(folder).values())
-    read = BYTES[weights.linear_dtype] * layer * decoder.num_layers
-    return int(read + BYTES[head] * decoder.vocab_size * decoder.hidden_size)
+    more = weights.sensitive_dtype if isinstance(weights, PackedFormat) else ""
+    layer = sum(
+        BYTES[more if more and name in SENSITIVE else weights.linear_dtype] * rows * columns
+        for name, (rows, columns) in decoder_shapes(folder).items()
+    )
+    return int(decoder.num_layers * layer + BYTES[head] * decoder.vocab_size * decoder.hidden_size)
 
 
 def decoder_config(folder: Path) -> DecoderConfig:

@@ -4,6 +4,7 @@ damaged ones are refused by name."""
 import json
 import os
 import subprocess
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from triptych.layers import int4
 from triptych.layers.decoder import Decoder
 from triptych.layers.devices import weight_format
 from triptych.layers.grouped_weight import quantize_groups
-from triptych.layers.linear import PackedLinear, PlainFormat
+from triptych.layers.linear import QUANTIZED_FORMATS, PackedLinear, PlainFormat
 from triptych.layers.parallel import SINGLE_RANK, Group, SingleRank
 from triptych.layers.products import CompiledProduct, WeightKind, Zeros
 from triptych.layers.stored.pack_quantized import GroupQuantization
@@ -104,6 +105,7 @@ def test_the_copy_is_what_quantizing_at_load_in_such_groups_makes(
     tmp_path: Path, make: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(int4, "quantize_with_offsets", quantize_groups)
+    monkeypatch.setitem(QUANTIZED_FORMATS, "int4", replace(QUANTIZED_FORMATS["int4"], pack_sensitive=None))
     source = make(tmp_path / "source")
     target = quantized(source)
     expected, found = packed_weights(load(source, "int4")), packed_weights(load(target))
@@ -191,6 +193,17 @@ def test_what_stays_as_it_is_is_listed(tmp_path: Path) -> None:
                 + [rf"re:.*\.per_layer_{kind}$" for kind in ("input_gate", "model_projection", "projection")],
             }[name]
         )
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen2_moe"])
+def test_at_load_values_and_down_projections_have_8_bits(tmp_path: Path, name: str) -> None:
+    source = make_tiny(tmp_path / "source", name if name == "qwen2" else BACKBONES[name])
+    kinds: dict[str, set[WeightKind]] = defaultdict(set)
+    for path, module in load(source, "int4").named_modules():
+        if isinstance(module, PackedLinear) and isinstance(module.product, CompiledProduct):
+            kinds[path.rpartition(".")[2]].add(WeightKind(module.product.operands.kind))
+    assert kinds["qkv"] == kinds["down"] == {WeightKind.INT8}
+    assert kinds["output"] == kinds["gate_up"] == {WeightKind.INT4}
 
 
 def test_settings_that_contradict_the_checkpoint(folder: Path) -> None:

@@ -12,7 +12,7 @@ from triptych.observe.machine import available_bytes
 DEVICES = Path("/dev")
 GPUS = ("nvidia*", "nvhost*", "dxg", "kfd")
 """Files in ``DEVICES`` where there is a driver: NVIDIA's, that of its embedded GPUs, Windows' for Linux, AMD's."""
-SHARES = {"none": 1.0, "int8": 0.52, "int4": 0.33}
+SHARES = {"none": 1.0, "int8": 0.52, "int4": 0.4}
 """About the share of 16-bit weights that a layer's weights take, with scales, by ``--quantization``."""
 
 

@@ -40,8 +40,8 @@ class EngineConfig(Settings):
     )
     quantization: str = setting(
         "none",
-        "int8 or int4 (CPUs only): the decoder's weights in 8 or 4 bits, activations quantized dynamically to int8; "
-        "encoders and the LM head stay in the format of --dtype auto",
+        "int8 or int4 (CPUs only): the decoder's weights in 8 bits, or in 4 and some layers in 8; activations "
+        "are quantized dynamically to int8; encoders and the LM head stay in the format of --dtype auto",
         choices=QUANTIZATIONS,
         hint="; a checkpoint that is quantized needs no flag: its config says how",
         common=True,

@@ -62,7 +62,7 @@ def _stacked(spec: MoESpec, reader: WeightReader, prefix: str, hidden_size: int)
         )
     ]
     downs = [
-        reader.stored.linear([weight.columns(part)], bias if reader.group.rank == 0 else None)
+        reader.stored.linear([weight.columns(part)], bias if reader.group.rank == 0 else None, is_sensitive=True)
         for weight, bias in zip(
             reader.stored.stack(down, (experts, hidden_size, width), transposed=transposed),
             biases(down, hidden_size),

@@ -105,6 +105,10 @@ class WeightFormat(Protocol):
         """Make a layer from a checkpoint's weight [out, in] and bias [out]. Raises ConfigError for an unsupported
         device."""
 
+    def sensitive(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
+        """Make a layer as ``linear`` does, in more bits if that format has few: errors in its weights change tokens
+        more than those in as many weights of other layers."""
+
     def high_precision(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         """Make a layer that is never quantized: the projection to the vocabulary, where small differences decide which
         token is chosen, and a tower's projection of patches."""
@@ -141,6 +145,9 @@ class PlainFormat:
         bias = None if bias is None else bias.to(device, self.activations)
         return PlainLinear(weight.to(device, self.activations), bias)
 
+    def sensitive(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
+        return self.linear(weight, bias, device)
+
     def high_precision(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         return self.linear(weight, bias, device)
 
@@ -168,6 +175,10 @@ class PackedFormat:
     bf16_attention: bool = False
     other_dtype: str = ""
     """Name of the format of layers that don't stay as they are stored, if some do."""
+    pack_sensitive: Pack | None = None
+    """Packs the weights of ``sensitive``; None: ``pack_linear`` does."""
+    sensitive_dtype: str = ""
+    """Name of the format of ``pack_sensitive``."""
 
     def keeping(self, stored: str) -> "PackedFormat":
         """Return this format for a checkpoint with quantized layers that stay as they are, in the format ``stored``;
@@ -186,6 +197,10 @@ class PackedFormat:
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         _check_cpu(device)
         return PackedLinear(self.pack_linear(weight, bias))
+
+    def sensitive(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
+        _check_cpu(device)
+        return PackedLinear((self.pack_sensitive or self.pack_linear)(weight, bias))
 
     def high_precision(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         _check_cpu(device)
@@ -218,7 +233,9 @@ WEIGHT_FORMATS: dict[str, PackedFormat] = {
 """Format of each of ``triptych.config.DTYPES`` on CPUs, except "auto": see ``devices.weight_format``."""
 QUANTIZED_FORMATS: dict[str, PackedFormat] = {
     "int8": PackedFormat(int8_product, half_product, "int8", "float16"),
-    "int4": PackedFormat(int4_product, half_product, "int4", "float16"),
+    "int4": PackedFormat(
+        int4_product, half_product, "int4", "float16", pack_sensitive=int8_product, sensitive_dtype="int8"
+    ),
 }
 """Format of each of ``triptych.config.QUANTIZATIONS`` and ``ENCODER_QUANTIZATIONS`` on CPUs, except "none". Instances
 use it ``beside`` the format of their dtype."""

@@ -16,6 +16,9 @@ from triptych.layers.parallel import AllReduce, GatherLogits, Group, Segments, S
 from triptych.layers.stored.linears import StoredLinear, concatenate
 from triptych.layers.stored.reader import StoredReader
 
+SENSITIVE = ("v_proj", "down_proj")
+"""What the names of linear layers end with whose errors change tokens most. Layers that become one with them are stored
+like them."""
 HEAD = "head"
 """The decoder's own name for the output projection, a linear layer."""
 
@@ -163,7 +166,8 @@ class WeightReader:
             biases = [self.tensor(f"{one.name}.bias", (one.size,))[one.rows] for one in parts]
             if not layer.is_summed or self.group.rank == 0:
                 vector = concatenate(biases)
-        linear = self.stored.linear([self._part(one, layer.inputs) for one in parts], vector)
+        is_sensitive = layer.repeats_last or any(name.endswith(SENSITIVE) for name in layer.outputs)
+        linear = self.stored.linear([self._part(one, layer.inputs) for one in parts], vector, is_sensitive=is_sensitive)
         for addition in self._additions:
             linear = addition.added(linear, layer, self)
         return linear

@@ -113,9 +113,15 @@ def finite(scales: Tensor, tensors: LayerTensors, kind: str) -> Tensor:
 
 
 def linear_of(
-    parts: Sequence[StoredLinear], bias: Tensor | None, weights: WeightFormat, device: torch.device
+    parts: Sequence[StoredLinear],
+    bias: Tensor | None,
+    weights: WeightFormat,
+    device: torch.device,
+    *,
+    is_sensitive: bool = False,
 ) -> Linear:
-    """Make the layer that concatenates the outputs of ``parts``, of the same inputs, with a bias [out].
+    """Make the layer that concatenates the outputs of ``parts``, of the same inputs, with a bias [out];
+    ``is_sensitive``: as ``WeightFormat.sensitive`` does.
 
     Parts of one kind are one product; others are multiplied apart. Raises ConfigError for an unsupported device.
     """
@@ -129,7 +135,8 @@ def linear_of(
         elif whole := [one for one in run if isinstance(one, Int8Weight)]:
             linears.append(weights.int8(concatenate_int8(whole), vector, device))
         else:
-            linears.append(weights.linear(_dense(run), vector, device))
+            make = weights.sensitive if is_sensitive else weights.linear
+            linears.append(make(_dense(run), vector, device))
     return linears[0] if len(linears) == 1 else ConcatenatedLinear(linears)
 
 

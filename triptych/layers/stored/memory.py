@@ -40,11 +40,14 @@ class MeasuringFormat:
 
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         kept = isinstance(self.measured, PackedFormat) and self.measured.other_dtype
-        name = kept or self.linear_dtype
-        return self._made(weight.shape, BITS.get(name, 16.0) / 8 * weight.numel(), device)
+        return self._in_bits(BITS.get(kept or self.linear_dtype, 16.0), weight, device)
+
+    def sensitive(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
+        named = isinstance(self.measured, PackedFormat) and self.measured.sensitive_dtype
+        return self._in_bits(BITS[named], weight, device) if named else self.linear(weight, bias, device)
 
     def high_precision(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
-        return self._made(weight.shape, BITS[self.high_precision_dtype] / 8 * weight.numel(), device)
+        return self._in_bits(BITS[self.high_precision_dtype], weight, device)
 
     def grouped(self, weight: GroupedWeight, bias: Tensor | None, device: torch.device) -> Linear:
         if not isinstance(self.measured, PackedFormat):
@@ -59,6 +62,9 @@ class MeasuringFormat:
 
     def head(self, weight: Tensor, device: torch.device) -> LMHead:
         return LMHead(self.high_precision(weight, None, device))
+
+    def _in_bits(self, bits: float, weight: Tensor, device: torch.device) -> Linear:
+        return self._made(weight.shape, bits / 8 * weight.numel(), device)
 
     def _made(self, shape: tuple[int, ...], num_bytes: float, device: torch.device) -> Linear:
         self.num_bytes += num_bytes

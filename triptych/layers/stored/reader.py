@@ -101,9 +101,9 @@ class StoredReader:
     def _markers(self) -> tuple[str, ...]:
         return () if self.formats is None else self.formats.markers
 
-    def linear(self, parts: Sequence[StoredLinear], bias: Tensor | None) -> Linear:
+    def linear(self, parts: Sequence[StoredLinear], bias: Tensor | None, *, is_sensitive: bool = False) -> Linear:
         """Make the layer that concatenates the outputs of ``parts``; see ``linear_of``."""
-        return linear_of(parts, bias, self.weights, self.device)
+        return linear_of(parts, bias, self.weights, self.device, is_sensitive=is_sensitive)
 
     def check_all_read(self, keys: Iterable[str], part: str) -> None:
         """Raise CheckpointError, which names one and counts them, if some of the checkpoint's tensors ``keys`` weren't
