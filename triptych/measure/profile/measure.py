@@ -237,7 +237,7 @@ class ProfileBench:
     def _frontend(self) -> FrontendCosts:
         self._next("the frontend of a service")
         # one thread: the frontend's own cost doesn't depend on it, and others of the machine disturb it least
-        config = self.config.having({"port": 0, "control_port": 0, "own_port": 0, "threads": 1})
+        config = self.config.having({"port": 0, "control_port": 0, "threads": 1})
         topology = "1EPD" if self._family.takes_media else "1PD"
         return running_time.run(measure_frontend(config, self.name, topology, self.plan))
 
