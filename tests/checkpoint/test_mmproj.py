@@ -40,6 +40,12 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     return write_both("gemma3", tmp_path_factory.mktemp("gemma3"))
 
 
+def weights_of(stage: Any) -> dict[str, torch.Tensor]:
+    """The weights of a decoder or an encoder, or those of several towers."""
+    towers = getattr(stage, "towers", {"": stage})
+    return {f"{name} {key}": weight for name, one in towers.items() for key, weight in one.state_dict().items()}
+
+
 @pytest.mark.parametrize("family", SOURCES)
 def test_a_model_is_what_both_files_were_made_of(tmp_path: Path, family: str) -> None:
     source, text, mmproj = write_both(family, tmp_path)
@@ -49,9 +55,9 @@ def test_a_model_is_what_both_files_were_made_of(tmp_path: Path, family: str) ->
         found, expected = (
             getattr(one, load)(Checkpoint(where), FP32, CPU) for one, where in ((ours, made), (theirs, source))
         )
-        weights = found.state_dict()
-        assert weights.keys() == expected.state_dict().keys()
-        for name, weight in expected.state_dict().items():
+        weights, theirs_by_name = weights_of(found), weights_of(expected)
+        assert weights.keys() == theirs_by_name.keys()
+        for name, weight in theirs_by_name.items():
             torch.testing.assert_close(weights[name], weight, atol=1e-6, rtol=0, msg=name)
     assert ours.decoder_config == theirs.decoder_config
 

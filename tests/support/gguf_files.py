@@ -40,6 +40,14 @@ EXPERTS = {
 }
 GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 16, "hidden_activation": "gelu_pytorch_tanh"}
 SOFTCAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 32.0}
+YARN = {
+    "rope.scaling.factor": "factor",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+    "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+    "attention.temperature_scale": "llama_4_scaling_beta",
+}
+"""What files call the settings of YaRN."""
 
 
 def _tiny(architecture: str, model_type: str, **settings: Any) -> Tiny:
@@ -141,12 +149,20 @@ def _write_settings(writer: GGUFWriter, architecture: str, config: dict[str, Any
     for name, ours in counts.items():
         if ours in config:
             writer.add_uint32(f"{architecture}.{name}", config[ours])
+    config = config.get("rope_parameters", {}) | config
     for name, ours in floats.items():
         if ours in config:
             writer.add_float32(f"{architecture}.{name}", config[ours])
-    scaling = config.get("rope_scaling") or {}
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if sections := scaling.get("mrope_section"):
         writer.add_array(f"{architecture}.rope.dimension_sections", [*sections, 0])
+    elif scaling.get("rope_type") == "yarn":
+        writer.add_string(f"{architecture}.rope.scaling.type", "yarn")
+        length = scaling["original_max_position_embeddings"]
+        writer.add_uint32(f"{architecture}.rope.scaling.original_context_length", length)
+        for name, ours in YARN.items():
+            if ours in scaling:
+                writer.add_float32(f"{architecture}.{name}", scaling[ours])
     elif scaling:
         writer.add_string(f"{architecture}.rope.scaling.type", scaling["rope_type"])
         writer.add_float32(f"{architecture}.rope.scaling.factor", scaling["factor"])

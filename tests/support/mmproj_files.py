@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.support.checkpoints import DENSE, make_checkpoint
 from tests.support.gguf_files import write_gguf
+from tests.support.published_files import make_original_internvl
 from tests.support.random_checkpoint import write_json
 from tests.support.tiny import OWN_TOWERS, TINY, Tiny, make_tiny
 
@@ -25,7 +26,10 @@ F32 = GGMLQuantizationType.F32
 Array = NDArray[Any]
 Rules = Sequence[tuple[str, str]]
 """Beginnings of transformers' names, and what files have instead."""
-TOWERS = ("visual.", "vision_tower.", "multi_modal_projector.")
+TOWERS = (
+    *("visual.", "vision_tower.", "multi_modal_projector.", "audio_tower.", "connector."),
+    *("vision_model.", "mlp1."),
+)
 ENCODER: Rules = (
     *((rf"vision_tower.encoder.layers.(\d+).self_attn.{one}_proj", rf"v.blk.\1.attn_{one}") for one in "qkv"),
     (r"vision_tower.encoder.layers.(\d+).self_attn.out_proj", r"v.blk.\1.attn_out"),
@@ -48,6 +52,16 @@ GRID: Rules = (
 QWEN2_MERGER: Rules = (
     (r"visual.merger.ln_q", "v.post_ln"),
     (r"visual.merger.mlp.(\d)", r"mm.\1"),
+)
+PIXTRAL: Rules = (
+    *((rf"vision_tower.transformer.layers.(\d+).attention.{one}_proj", rf"v.blk.\1.attn_{one}") for one in "qkv"),
+    (r"vision_tower.transformer.layers.(\d+).attention.o_proj", r"v.blk.\1.attn_out"),
+    (r"vision_tower.transformer.layers.(\d+).attention_norm", r"v.blk.\1.ln1"),
+    (r"vision_tower.transformer.layers.(\d+).ffn_norm", r"v.blk.\1.ln2"),
+    (r"vision_tower.transformer.layers.(\d+).feed_forward.(\w+)_proj", r"v.blk.\1.ffn_\2"),
+    (r"vision_tower.patch_conv", "v.patch_embd"),
+    (r"vision_tower.ln_pre", "v.pre_ln"),
+    (r"multi_modal_projector.linear_", "mm."),
 )
 
 
@@ -83,7 +97,7 @@ def _qwen3_vl(folder: Path) -> Path:
 
 def _halves(name: str, array: Array) -> Iterator[tuple[str, Array]]:
     """The two frames of a patch apart, and queries, keys and values."""
-    if name == "v.patch_embd.weight":
+    if name == "v.patch_embd.weight" and array.ndim == 5:
         yield from ((name, array[:, :, 0]), (f"{name}.1", array[:, :, 1]))
     elif ".attn_qkv." in name and name.startswith("v."):
         for kind, part in zip("qkv", np.split(array, 3), strict=True):
@@ -93,7 +107,7 @@ def _halves(name: str, array: Array) -> Iterator[tuple[str, Array]]:
 
 
 def _frames(name: str, array: Array) -> Iterator[tuple[str, Array]]:
-    if name == "v.patch_embd.weight":
+    if name == "v.patch_embd.weight" and array.ndim == 5:
         yield from _halves(name, array)
     else:
         yield name, array
@@ -110,6 +124,42 @@ def _first_layers(name: str, array: Array) -> Iterator[tuple[str, Array]]:
         yield re.sub("ffn_(up|down)", lambda found: swap[found[0]], name), array
 
 
+def _omni(folder: Path) -> Path:
+    """The files have positions for 1,500 states, as all published ones."""
+    thinker = TINY["qwen2_5_omni"].config["thinker_config"]
+    vision, audio = thinker["vision_config"] | {"window_size": 112}, thinker["audio_config"]
+    audio = {name: value for name, value in audio.items() if name != "max_source_positions"}
+    times = {"position_id_per_seconds": 25, "seconds_per_chunk": 2}
+    config = {"thinker_config": thinker | times | {"vision_config": vision, "audio_config": audio}}
+    processor = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 20, "chunk_length": 30}
+    return _tiny("qwen2_5_omni", PUBLISHED_AREA | processor, **config)(folder)
+
+
+def _omni_parts(name: str, array: Array) -> Iterator[tuple[str, Array]]:
+    """With a convolution's bias of two dimensions."""
+    for one, part in _halves(name, array):
+        yield one, part[:, None] if re.fullmatch(r"a\.conv1d\.\d\.bias", one) else part
+
+
+def _squeezed(name: str, array: Array) -> Iterator[tuple[str, Array]]:
+    """Without leading dimensions of one, as files are that were quantized."""
+    for one, part in _halves(name, array):
+        yield one, part.squeeze() if one in ("v.class_embd", "v.position_embd.weight") else part
+
+
+def _paired(name: str, array: Array) -> Iterator[tuple[str, Array]]:
+    """Rows of the queries and keys of both heads in the order of pairs."""
+    if re.search(r"v\.blk\.\d+\.attn_[qk]\.", name):
+        array = array.reshape(2, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+    yield name, array
+
+
+def _pixtral_settings(config: dict[str, Any]) -> dict[str, Any]:
+    merges = {"vision.spatial_merge_size": config["spatial_merge_size"]} if "spatial_merge_size" in config else {}
+    return {"use_silu": True, "vision.attention.layer_norm_epsilon": 1e-5} | merges
+
+
+_PIXTRAL_FILES: Any = {"settings": _pixtral_settings, "changed": _paired, "renamed": {"<|image_pad|>": "[IMG]"}}
 PUBLISHED_AREA = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 16384}
 GEMMA_TEXT = {"query_pre_attn_scalar": 24, "num_hidden_layers": 6, "sliding_window_pattern": 6}
 SOURCES: dict[str, Source] = {
@@ -186,6 +236,84 @@ SOURCES: dict[str, Source] = {
         },
         changed=_frames,
     ),
+    "qwen2_5_omni": Source(
+        make=_omni,
+        architecture="qwen2vl",
+        projector="qwen2.5o",
+        rules=(
+            *((rf"visual.blocks.(\d+).attn.{one}\.", rf"v.blk.\1.attn_{one}.") for one in "qkv"),
+            *GRID,
+            *QWEN2_MERGER,
+            (r"visual.blocks.(\d+).mlp.(\w+)_proj", r"v.blk.\1.ffn_\2"),
+            (r"audio_tower.layers.(\d+).self_attn.(.)_proj", r"a.blk.\1.attn_\2"),
+            (r"audio_tower.layers.(\d+).self_attn.out_proj", r"a.blk.\1.attn_out"),
+            (r"audio_tower.layers.(\d+).self_attn_layer_norm", r"a.blk.\1.ln1"),
+            (r"audio_tower.layers.(\d+).final_layer_norm", r"a.blk.\1.ln2"),
+            (r"audio_tower.layers.(\d+).fc1", r"a.blk.\1.ffn_up"),
+            (r"audio_tower.layers.(\d+).fc2", r"a.blk.\1.ffn_down"),
+            (r"audio_tower.conv(\d)", r"a.conv1d.\1"),
+            (r"audio_tower.ln_post", "a.post_ln"),
+            (r"audio_tower.proj", "mm.a.fc"),
+        ),
+        settings=lambda _: {
+            "use_silu": True,
+            "vision.n_wa_pattern": 2,
+            "has_audio_encoder": True,
+            "audio.embedding_length": 32,
+            "audio.feed_forward_length": 48,
+            "audio.block_count": 2,
+            "audio.attention.head_count": 2,
+            "audio.num_mel_bins": 20,
+        },
+        changed=_omni_parts,
+    ),
+    "internvl_chat": Source(
+        make=make_original_internvl,
+        architecture="qwen2",
+        projector="internvl",
+        rules=(
+            (r"vision_model.encoder.layers.(\d+).attn.qkv", r"v.blk.\1.attn_qkv"),
+            (r"vision_model.encoder.layers.(\d+).attn.proj", r"v.blk.\1.attn_out"),
+            (r"vision_model.encoder.layers.(\d+).norm", r"v.blk.\1.ln"),
+            (r"vision_model.encoder.layers.(\d+).ls(.)", r"v.blk.\1.ls\2.weight"),
+            (r"vision_model.encoder.layers.(\d+).mlp.fc1", r"v.blk.\1.ffn_up"),
+            (r"vision_model.encoder.layers.(\d+).mlp.fc2", r"v.blk.\1.ffn_down"),
+            (r"vision_model.embeddings.patch_embedding", "v.patch_embd"),
+            (r"vision_model.embeddings.position_embedding", "v.position_embd.weight"),
+            (r"vision_model.embeddings.class_embedding", "v.class_embd"),
+            (r"mlp1", "mm.model.mlp"),
+        ),
+        settings=lambda _: {
+            "vision.image_size": 56,
+            "vision.image_std": [0.229, 0.224, 0.225],
+            "vision.projector.scale_factor": 2,
+            "vision.preproc_min_tiles": 1,
+            "vision.preproc_max_tiles": 6,
+        },
+        changed=_squeezed,
+    ),
+    "idefics3": Source(
+        make=_tiny("idefics3"),
+        architecture="llama",
+        projector="idefics3",
+        rules=(*ENCODER, (r"connector.modality_projection.proj", "mm.model.fc")),
+        settings=lambda _: {"vision.projector.scale_factor": 3, "vision.preproc_image_size": 240},
+        renamed={"<|image_pad|>": "<image>"},
+    ),
+    "llava+pixtral": Source(
+        make=_tiny("llava+pixtral"), architecture="llama", projector="pixtral", rules=PIXTRAL, **_PIXTRAL_FILES
+    ),
+    "mistral3": Source(
+        make=_tiny("mistral3"),
+        architecture="mistral3",
+        projector="pixtral",
+        rules=(
+            *PIXTRAL,
+            (r"multi_modal_projector.norm", "mm.input_norm"),
+            (r"multi_modal_projector.patch_merger.merging_layer", "mm.patch_merger"),
+        ),
+        **_PIXTRAL_FILES,
+    ),
 }
 """By the model type that folders name."""
 
@@ -209,15 +337,16 @@ def write_both(family: str, folder: Path) -> tuple[Path, Path, Path]:
 def write_mmproj(family: str, checkpoint: Path, path: Path, **changes: Any) -> Path:
     """Write the towers of a checkpoint to ``path``. ``changes`` override settings."""
     source = SOURCES[family]
-    config = json.loads((checkpoint / "config.json").read_text())
+    config = _described(checkpoint)
     vision, processor = config["vision_config"], json.loads((checkpoint / "preprocessor_config.json").read_text())
     writer = GGUFWriter(path, "clip")
     settings = {"has_vision_encoder": True, "projector_type": source.projector} | _sizes(vision)
-    settings |= {f"vision.image_{name}": processor[f"image_{name}"] for name in ("mean", "std")}
+    means = {f"vision.image_{name}": processor.get(f"image_{name}") for name in ("mean", "std")}
+    settings |= {name: value for name, value in means.items() if value}
     for name, value in (settings | source.settings(config) | changes).items():
         _add(writer, f"clip.{name}", value)
     for key, array in load_file(checkpoint / "model.safetensors").items():
-        if not (plain := _plain(key)).startswith(TOWERS):
+        if not (plain := _plain(key)).startswith(TOWERS) or "audio_bos_eos_token" in plain:  # nothing reads the latter
             continue
         name = next(re.sub(f"^{rule}", theirs, plain) for rule, theirs in source.rules if re.match(rule, plain))
         for changed, values in source.changed(name, array):
@@ -244,6 +373,11 @@ def _sizes(vision: dict[str, Any]) -> dict[str, Any]:
     return {"vision.image_size": 560} | known | {"vision.attention.layer_norm_epsilon": eps}
 
 
+def _described(checkpoint: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
+    return config.get("thinker_config", config)
+
+
 def _add(writer: GGUFWriter, name: str, value: Any) -> None:
     kinds: dict[type, Callable[[str, Any], None]] = {
         bool: writer.add_bool,
@@ -257,20 +391,17 @@ def _add(writer: GGUFWriter, name: str, value: Any) -> None:
 
 def _plain(key: str) -> str:
     """A tensor's name, whatever the layout of the checkpoint's names."""
-    for nested, plain in (
-        ("language_model.model.", "text."),
-        ("language_model.", "text."),
-        ("model.visual.", "visual."),
-    ):
-        key = re.sub(rf"^(model\.)?{re.escape(nested)}", plain, key)
-    return key.replace("vision_tower.vision_model.", "vision_tower.").replace("text.lm_head", "lm_head")
+    key = re.sub(r"^(language_model\.model|(model\.)?(language|text)_model)\.", "text.", key.removeprefix("thinker."))
+    key = re.sub(r"^model\.(visual|vision_tower|multi_modal_projector|audio_tower|connector)\.", r"\1.", key)
+    key = key.replace("model.vision_model.", "vision_tower.").replace("vision_tower.vision_model.", "vision_tower.")
+    return key.replace("text.lm_head", "lm_head")
 
 
 def _text_folder(checkpoint: Path, tensors: dict[str, Array], folder: Path) -> Path:
     """A checkpoint of the language model alone."""
     folder.mkdir()
-    config = json.loads((checkpoint / "config.json").read_text())
-    write_json(folder / "config.json", config | config.get("text_config", {}))
+    config = _described(checkpoint)
+    write_json(folder / "config.json", config | config.get("text_config", config.get("llm_config", {})))
     for name in ("tokenizer.json", "chat_template.jinja"):
         (folder / name).write_text((checkpoint / name).read_text())
     text = {

@@ -147,6 +147,8 @@ def _common(settings: ModelSettings) -> Config:
     kind = settings.text("rope.scaling.type")
     if kind == "linear" and settings.number("rope.scaling.factor") != 1:
         config["rope_scaling"] = {"rope_type": "linear", "factor": settings.number("rope.scaling.factor")}
+    elif kind == "yarn":
+        config["rope_scaling"] = _yarn(settings)
     elif kind not in ("", "none", "linear"):
         raise CheckpointError(f"{settings.file.path}: rope.scaling.type {kind!r} is not served")
     for tensor in ("rope_freqs.weight", "rope_factors_long.weight"):
@@ -159,6 +161,23 @@ def _windows(settings: ModelSettings) -> Config:
     if settings.has("attention.sliding_window"):
         raise CheckpointError(f"{settings.file.path}: attention.sliding_window is not served for this architecture")
     return {}
+
+
+def _ministral3(settings: ModelSettings) -> Config:
+    """All its files have YaRN, and queries that grow with their position."""
+    magnitude = settings.number("rope.scaling.yarn_log_multiplier", 1.0)
+    grown = {"mscale": magnitude, "mscale_all_dim": magnitude}
+    beta = settings.number("attention.temperature_scale", 0.0)
+    return {"rope_scaling": _yarn(settings) | grown | ({"llama_4_scaling_beta": beta} if beta else {})}
+
+
+def _yarn(settings: ModelSettings) -> Config:
+    betas = {f"beta_{end}": f"rope.scaling.yarn_beta_{end}" for end in ("fast", "slow")}
+    return {
+        "rope_type": "yarn",
+        "factor": settings.number("rope.scaling.factor"),
+        "original_max_position_embeddings": settings.number("rope.scaling.original_context_length"),
+    } | {name: settings.number(key) for name, key in betas.items() if settings.has(key)}
 
 
 def _gemma2(settings: ModelSettings) -> Config:
@@ -209,6 +228,7 @@ def _qwen2_moe(settings: ModelSettings) -> Config:
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", ATTENTION | MLP | NORMS, _windows, rotated=True),
+    "mistral3": Architecture("ministral3", ATTENTION | MLP | NORMS, _ministral3, rotated=True),
     "qwen2": Architecture("qwen2", ATTENTION | MLP | NORMS, _windows),
     "qwen2vl": Architecture("qwen2", ATTENTION | MLP | NORMS, _windows),
     "qwen2moe": Architecture("qwen2_moe", ATTENTION | EXPERTS | NORMS, _qwen2_moe),

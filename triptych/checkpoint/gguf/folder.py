@@ -78,7 +78,7 @@ def _make(folder: Path, files: Sequence[GgufFile], towers: Sequence[GgufFile]) -
         tower = tower_of(
             towers[0], ModelSettings(first, str(first.settings["general.architecture"])), config, PROJECTORS
         )
-        entries = {key.replace("model.", tower.projector.text, 1): one for key, one in entries.items()}
+        entries = {tower.within(key): one for key, one in entries.items()}
         entries |= tower.entries(f"{len(files)}{SUFFIX}")
         config, processors = tower.config, dict(tower.processors)
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".made-"))

@@ -1,6 +1,7 @@
 """What ``mmproj`` files call the settings and tensors of towers, and what transformers' files do."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from triptych.checkpoint.config_files import PREPROCESSOR_CONFIG
 from triptych.checkpoint.gguf.architectures import Config
@@ -282,11 +283,205 @@ QWEN3_VL = Projector(
     stacked=GRID_STACKED,
 )
 
+
+# ── Qwen2.5-Omni ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+AUDIO = "model.audio_tower"
+WHISPER_LAYER = {
+    **{f"attn_{one}": f"self_attn.{one}_proj" for one in "qkv"},
+    "attn_out": "self_attn.out_proj",
+    "ln1": "self_attn_layer_norm",
+    "ln2": "final_layer_norm",
+    "ffn_up": "fc1",
+    "ffn_down": "fc2",
+}
+
+
+def _omni(model: ModelFiles) -> Config:
+    audio, seeing = model.audio, _qwen2_5_vl(model)
+    tower = {
+        "num_mel_bins": audio.number("num_mel_bins"),
+        "d_model": audio.number("embedding_length"),
+        "encoder_layers": audio.number("block_count"),
+        "encoder_attention_heads": audio.number("attention.head_count"),
+        "encoder_ffn_dim": audio.number("feed_forward_length"),
+        "output_dim": model.text_config["hidden_size"],
+    }
+    times = {"position_id_per_seconds": 25, "seconds_per_chunk": 2}
+    return seeing | times | {"model_type": "qwen2_5_omni_thinker", "audio_config": tower}
+
+
+def _omni_processors(model: ModelFiles) -> Mapping[str, Config]:
+    bands = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": model.audio.number("num_mel_bins")}
+    return {PREPROCESSOR_CONFIG: _patches(model, 56 * 56, 28 * 28 * 16384) | bands}
+
+
+QWEN2_5_OMNI = replace(
+    QWEN2_5_VL,
+    config=_omni,
+    processors=_omni_processors,
+    names={
+        **QWEN2_5_VL.names,
+        **{f"v.blk.{{}}.attn_{one}": f"{VISUAL}.blocks.{{}}.attn.{one}" for one in "qkv"},
+        **{f"a.blk.{{}}.{name}": f"{AUDIO}.layers.{{}}.{theirs}" for name, theirs in WHISPER_LAYER.items()},
+        "a.conv1d.1": f"{AUDIO}.conv1",
+        "a.conv1d.2": f"{AUDIO}.conv2",
+        "a.post_ln": f"{AUDIO}.ln_post",
+        "mm.a.fc": f"{AUDIO}.proj",
+    },
+    tokens={
+        "image_token_id": ("<|IMAGE|>", "<|image_pad|>"),
+        "video_token_id": ("<|VIDEO|>", "<|video_pad|>"),
+        "vision_start_token_id": ("<|vision_bos|>", "<|vision_start|>"),
+        "vision_end_token_id": ("<|vision_eos|>", "<|vision_end|>"),
+        "audio_token_id": ("<|AUDIO|>", "<|audio_pad|>"),
+        "audio_start_token_id": ("<|audio_bos|>", "<|audio_start|>"),
+        "audio_end_token_id": ("<|audio_eos|>", "<|audio_end|>"),
+    },
+    dimensions={f"{AUDIO}.conv{number}.bias": 1 for number in (1, 2)},
+    unused=("a.position_embd.",),  # sines, which the tower makes itself
+)
+
+# ── InternVL ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+INTERN_VIT = "vision_model"
+
+
+def _internvl(model: ModelFiles) -> Config:
+    """Return the config in the original files' words: GGUF files have their templates."""
+    vision, tensors = model.vision, model.tensors
+    tower = _transformer(model) | {
+        "hidden_act": "gelu",
+        "qkv_bias": "v.blk.0.attn_q.bias" in tensors,
+        "qk_normalization": "v.blk.0.attn_q_norm.weight" in tensors,
+        "norm_type": "layer_norm" if "v.blk.0.ln1.bias" in tensors else "rms_norm",
+    }
+    tiles = {"min_dynamic_patch": vision.number("preproc_min_tiles", 1)}
+    tiles |= {"max_dynamic_patch": vision.number("preproc_max_tiles", 12)}
+    return tiles | {
+        "model_type": "internvl_chat",
+        "ps_version": "v2",
+        "downsample_ratio": 1 / max(1, vision.number("projector.scale_factor", 2)),
+        "dynamic_image_size": True,
+        "use_thumbnail": True,
+        "vision_config": tower,
+    }
+
+
+INTERNVL = Projector(
+    config=_internvl,
+    processors=lambda model: {PREPROCESSOR_CONFIG: {"image_processor_type": "CLIPFeatureExtractor"} | model.image},
+    names={
+        **_named(
+            INTERN_VIT,
+            {
+                "v.patch_embd": "embeddings.patch_embedding",
+                "v.position_embd.weight": "embeddings.position_embedding",
+                "v.class_embd": "embeddings.class_embedding",
+            },
+            "encoder.layers",
+            SEPARATE
+            | {"attn_qkv": "attn.qkv", "attn_q_norm": "attn.q_norm", "attn_k_norm": "attn.k_norm"}
+            | {"attn_out": "attn.proj", "ln1": "norm1", "ln2": "norm2", "ls1.weight": "ls1", "ls2.weight": "ls2"}
+            | {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+        ),
+        **{f"mm.model.mlp.{number}": f"mlp1.{number}" for number in (0, 1, 3)},
+    },
+    output=("mm.model.mlp.3.weight", 0),
+    tokens={"image_token_id": ("<IMG_CONTEXT>",)},
+    text="language_model.model.",
+    head="language_model.",
+    dimensions={
+        f"{INTERN_VIT}.embeddings.class_embedding": 3,
+        f"{INTERN_VIT}.embeddings.position_embedding": 3,
+    },
+)
+
+# ── Idefics3, SmolVLM ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _idefics3(model: ModelFiles) -> Config:
+    return {
+        "model_type": "idefics3",
+        "vision_config": {"model_type": "idefics3_vision"} | _transformer(model),
+        "scale_factor": model.vision.number("projector.scale_factor", 2),
+    }
+
+
+def _tiles(model: ModelFiles) -> Mapping[str, Config]:
+    side = model.vision.number("image_size")
+    edges: Config = {"size": {"longest_edge": model.vision.number("preproc_image_size", 4 * side)}}
+    edges |= {"max_image_size": {"longest_edge": side}, "do_image_splitting": True, "resample": 1}
+    return {PREPROCESSOR_CONFIG: {"image_processor_type": "Idefics3ImageProcessor"} | edges | model.image}
+
+
+IDEFICS3 = Projector(
+    config=_idefics3,
+    processors=_tiles,
+    names={
+        **_named("model.vision_model", CLIP_WHOLE, "encoder.layers", CLIP_LAYER),
+        "mm.model.fc": "model.connector.modality_projection.proj",
+    },
+    output=("mm.model.fc.weight", 0),
+    tokens={"image_token_id": ("<image>",)},
+    text="model.text_model.",
+)
+
+# ── Pixtral, Mistral 3 ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _pixtral(model: ModelFiles) -> Config:
+    merges = "mm.patch_merger.weight" in model.tensors
+    tower = {name: value for name, value in _transformer(model).items() if name != "layer_norm_eps"}
+    activation = "silu" if model.clip.holds("use_silu") else "gelu"
+    return {
+        "model_type": "mistral3" if merges else "llava",
+        "vision_config": tower | {"model_type": "pixtral", "hidden_act": activation},
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "projector_hidden_act": "gelu",
+        "multimodal_projector_bias": "mm.1.bias" in model.tensors,
+    } | ({"spatial_merge_size": model.vision.number("spatial_merge_size", 2)} if merges else {})
+
+
+def _pixtral_processors(model: ModelFiles) -> Mapping[str, Config]:
+    patch, longest = model.vision.number("patch_size"), model.vision.number("image_size")
+    sizes = {"size": {"longest_edge": longest}, "patch_size": {"height": patch, "width": patch}}
+    return {PREPROCESSOR_CONFIG: {"image_processor_type": "PixtralImageProcessor", "resample": 3} | sizes | model.image}
+
+
+PIXTRAL = Projector(
+    config=_pixtral,
+    processors=_pixtral_processors,
+    names={
+        **_named(
+            TOWER,
+            {"v.patch_embd": "patch_conv", "v.pre_ln": "ln_pre"},
+            "transformer.layers",
+            {f"attn_{one}": f"attention.{one}_proj" for one in "qkv"}
+            | {"attn_out": "attention.o_proj", "ln1": "attention_norm", "ln2": "ffn_norm"}
+            | {f"ffn_{one}": f"feed_forward.{one}_proj" for one in ("gate", "up", "down")},
+        ),
+        "mm.1": f"{PROJECTOR}.linear_1",
+        "mm.2": f"{PROJECTOR}.linear_2",
+        "mm.input_norm": f"{PROJECTOR}.norm",
+        "mm.patch_merger": f"{PROJECTOR}.patch_merger.merging_layer",
+    },
+    output=("mm.2.weight", 0),
+    tokens={"image_token_index": ("[IMG]",)},
+    rotated=tuple(f"{TOWER}.transformer.layers.{{}}.attention.{one}_proj.weight" for one in "qk"),
+    unused=("v.token_embd.img_break",),  # a row of the language model's embedding
+)
+
 PROJECTORS: Mapping[str, Mapping[str, Projector]] = {
     "mlp": {"llama": LLAVA},
     "gemma3": {"gemma3": GEMMA3},
     "qwen2vl_merger": {"qwen2vl": QWEN2_VL},
     "qwen2.5vl_merger": {"qwen2vl": QWEN2_5_VL},
     "qwen3vl_merger": {"qwen3vl": QWEN3_VL, "qwen3vlmoe": QWEN3_VL},
+    "qwen2.5o": {"qwen2vl": QWEN2_5_OMNI},
+    "internvl": dict.fromkeys(("qwen2", "qwen3", "qwen3moe", "llama"), INTERNVL),
+    "idefics3": {"llama": IDEFICS3},
+    "pixtral": {"llama": PIXTRAL, "mistral3": PIXTRAL},
 }
 """By ``clip.projector_type``, then by the language model's ``general.architecture``."""

@@ -65,7 +65,9 @@ class Projector:
     tokens: Mapping[str, tuple[str, ...]]
     """By setting: the token that it is the number of, or other ones that may stand for it."""
     text: str = "model.language_model."
-    """What the names of the language model's tensors begin with."""
+    """What the names of the language model's tensors begin with, in place of ``model.``"""
+    head: str = ""
+    """What stands before the name of its output projection."""
     stacked: Mapping[str, int] = field(default_factory=dict)
     """By transformers' name: the new dimension along which tensors are joined."""
     dimensions: Mapping[str, int] = field(default_factory=dict)
@@ -86,6 +88,11 @@ class Tower:
     processors: Mapping[str, Config]
     projector: Projector
     model: ModelFiles
+
+    def within(self, key: str) -> str:
+        """Return the name, in the whole model, of the tensor that the language model has as ``key``."""
+        own, is_inner = key.removeprefix("model."), key.startswith("model.")
+        return f"{self.projector.text if is_inner else self.projector.head}{own}"
 
     def entries(self, name: str) -> dict[str, Entry]:
         """Return the places of the tensors; the file is called ``name`` in the folder. Raises CheckpointError for a
