@@ -15,7 +15,7 @@ import pytest
 from tests.support.encode_harness import LAYOUT, A, EncodeHarness, stored_name
 from tests.support.plans import plan_of
 from triptych.clock import SystemClock
-from triptych.encode import file_store
+from triptych.encode import file_store, stored_rows
 from triptych.encode.file_store import FileStore
 from triptych.encode.store import EmbeddingRows, MemoryStore, TieredStore
 from triptych.executor import started_executor
@@ -92,7 +92,7 @@ def test_damaged_rows_are_as_good_as_none(
 
 def test_rows_of_another_version_are_as_good_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path).close()
-    monkeypatch.setattr(file_store, "__version__", "another")
+    monkeypatch.setattr(stored_rows, "__version__", "another")
     store = FileStore(tmp_path, MAX_BYTES, SystemClock(), started_executor)
     assert found(store, "1") == [None]
     store.close()

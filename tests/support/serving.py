@@ -15,7 +15,7 @@ import httpx
 
 from tests.support.harness import FLOAT32, Running, running
 from tests.support.image_cases import picture, png
-from triptych.config import EngineConfig, FrontendConfig, ObserveConfig
+from triptych.config import EncodeConfig, EngineConfig, FrontendConfig, ObserveConfig
 from triptych.encode.loop import EncodeLoop
 from triptych.engine.loop import EngineLoop
 from triptych.running_time import RunningLoop
@@ -131,6 +131,7 @@ def served(
     observe: ObserveConfig | None = None,
     *,
     engine: EngineConfig = FLOAT32,
+    encode: EncodeConfig | None = None,
     **frontend: Any,
 ) -> Iterator[Served]:
     steps, encoder, preprocessor = Gate(), Gate(), Gate()
@@ -149,7 +150,7 @@ def served(
     # tests tell clients apart by this header
     settings = {"restart_hold": 0.0, "client_header": "authorization", **frontend}
     config = FrontendConfig.of(port=0, **settings)
-    service = running(folder, topology, engine, frontend=config, observe=observe, prepare=prepare)
+    service = running(folder, topology, engine, frontend=config, encode=encode, observe=observe, prepare=prepare)
 
     def on_loop(work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, loop).result(60)

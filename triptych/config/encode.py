@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from triptych.config.cache_folder import CacheFolder
+from triptych.config.pool import PoolAddress
 from triptych.config.settings import Settings, setting
 
 
@@ -37,4 +38,11 @@ class EncodeConfig(Settings):
         "cache on a disk, for embeddings that the others lack: a folder that several encode instances may have in "
         "common, and how much it may take, such as /var/cache/triptych,20GiB; default: none",
         parse=CacheFolder.parse,
+    )
+    embedding_store: PoolAddress = setting(
+        PoolAddress(),
+        "pool of embeddings that encode instances of several machines have in common: Mooncake's master and, after a "
+        "comma, memory that each instance lends it, such as mooncake://10.0.0.5:50051,4GiB; it protects nothing from "
+        "those who reach its ports; default: none",
+        parse=PoolAddress.parse,
     )

@@ -18,13 +18,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
-from blake3 import blake3
-
-from triptych import __version__
 from triptych.clock import Clock
 from triptych.encode.store import EmbeddingRows, Found, num_found
+from triptych.encode.stored_rows import decoded, encoded
 from triptych.executor import StartExecutor
 from triptych.messages.stats import CacheTier
 
@@ -39,17 +35,6 @@ MAX_QUEUED_LOOKUPS = 256
 LOCK_SECONDS = 2.0
 """Time that a write waits for another process's."""
 _LOCK_POLL = 0.005
-_LENGTH = 4  # bytes of the header's length
-
-
-class _Header(msgspec.Struct, frozen=True):
-    """What a file begins with, in MessagePack, after its length."""
-
-    version: str
-    """The version of the program that computed the rows."""
-    shape: tuple[int, int]
-    checksum: bytes
-    """BLAKE3 of the rows."""
 
 
 class FileStore:
@@ -143,7 +128,7 @@ class FileStore:
                     os.utime(file.fileno())
         except FileNotFoundError:
             return None
-        if (rows := _decoded(data)) is not None:
+        if (rows := decoded(data)) is not None:
             return rows
         log.warning("the stored rows in %s are damaged or of another version; they are removed", path)
         self.evict([name])
@@ -163,7 +148,7 @@ class FileStore:
         paths = [self._folder / name for name in names]
         known = next((path for path in paths if path.exists()), None)
         if known is None:
-            header, values = _encoded(rows)
+            header, values = encoded(rows)
             if (needed := len(header) + len(values)) > self.max_bytes:
                 return num_bytes
             if num_bytes + needed > self.max_bytes:
@@ -264,24 +249,3 @@ class FileStore:
                 self._failed.add(what)
                 log.error("can't %s stored rows in %s: %s", what, self._folder, error)
             return None
-
-
-def _encoded(rows: EmbeddingRows) -> tuple[bytes, memoryview]:
-    """Return what a file has: header and rows."""
-    values = np.ascontiguousarray(rows).reshape(-1).data
-    header = msgspec.msgpack.encode(_Header(__version__, rows.shape, blake3(values).digest()))
-    return len(header).to_bytes(_LENGTH, "little") + header, values
-
-
-def _decoded(data: bytearray) -> EmbeddingRows | None:
-    """Return the rows of a file; None if it is damaged or of another version."""
-    start = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
-    try:
-        header = msgspec.msgpack.decode(data[_LENGTH:start], type=_Header)
-    except msgspec.DecodeError:
-        return None
-    values = np.frombuffer(data, np.uint8, offset=min(start, len(data)))
-    fits = min(header.shape) >= 0 and header.shape[0] * header.shape[1] == len(values)
-    if header.version != __version__ or not fits or blake3(values.data).digest() != header.checksum:
-        return None
-    return values.reshape(header.shape)

@@ -92,7 +92,7 @@ class EncodeLoop:
         self.preprocessing = PreprocessRunner(preprocessors, max_patches, threads, clock, wake)
         self.runner = runner
         self._scheduler = EncodeScheduler(max_patches, workers=preprocessors.number, latency=latency)
-        self._store = store
+        self.store = store
         self._wake = wake
         self.sender = sender
         self._layout = layout
@@ -189,14 +189,14 @@ class EncodeLoop:
             encoded=self.num_encoded,
             cache_queries=self._num_queries,
             cache_hits=self._num_hits,
-            cache_bytes=self._store.num_bytes,
-            cache_max_bytes=self._store.max_bytes,
+            cache_bytes=self.store.num_bytes,
+            cache_max_bytes=self.store.max_bytes,
             fetched_bytes=self.fetcher.num_bytes,
             patches=self._tower.patches,
             batches=self._tower.batches,
             cost=self._tower.cost,
             tower_seconds=self._tower.seconds,
-            tiers=self._store.tiers,
+            tiers=self.store.tiers,
         )
 
     def close(self) -> None:
@@ -305,7 +305,7 @@ class EncodeLoop:
 
     def _look_up(self, names: Sequence[str], then: Callable[[Found], None]) -> None:
         """Look up rows, and go on with what is found: at once if the store knows."""
-        future = self._store.lookup(names)
+        future = self.store.lookup(names)
         if future.done():
             then(future.result())
         else:
@@ -324,7 +324,7 @@ class EncodeLoop:
             return
         stored = {number: rows for number, rows in zip(job.parts, found, strict=True) if rows is not None}
         unfit = [number for number, rows in stored.items() if not self._fits(job, number, rows)]
-        self._store.evict([part_name(job.key, number) for number in unfit])
+        self.store.evict([part_name(job.key, number) for number in unfit])
         job.missing = [number for number in job.parts if number not in stored or number in unfit]
         if job.missing:
             self.fetcher.add(job)
@@ -387,7 +387,7 @@ class EncodeLoop:
                 self._scheduler.add_part(job, number, name, part)
                 return
             self._num_hits += 1
-            self._store.put([part_name(job.key, number), name], rows)
+            self.store.put([part_name(job.key, number), name], rows)
             self._on_rows(job, number, rows)
 
         self._look_up([name], go_on)
@@ -420,7 +420,7 @@ class EncodeLoop:
         self._scheduler.batch_encoded(parts, seconds)
         for part, rows in zip(parts, future.result(), strict=True):
             names = [part_name(job.key, number) for job, number in part.waiters]
-            self._store.put([*names, part.name], rows)
+            self.store.put([*names, part.name], rows)
             for job, number in part.waiters:
                 if self._scheduler.is_active(job):
                     self._on_rows(job, number, rows)

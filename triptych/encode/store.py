@@ -150,20 +150,20 @@ class MemoryStore:
 class TieredStore:
     """Several stores, tried in order. What a later one has is put into those before it. Sizes are the first one's."""
 
-    def __init__(self, tiers: Sequence[EmbeddingStore]) -> None:
-        self._tiers = tiers
+    def __init__(self, stores: Sequence[EmbeddingStore]) -> None:
+        self.stores = stores
 
     @property
     def num_bytes(self) -> int:
-        return self._tiers[0].num_bytes
+        return self.stores[0].num_bytes
 
     @property
     def max_bytes(self) -> int:
-        return self._tiers[0].max_bytes
+        return self.stores[0].max_bytes
 
     @property
     def tiers(self) -> list[CacheTier]:
-        return [one for tier in self._tiers for one in tier.tiers]
+        return [one for tier in self.stores for one in tier.tiers]
 
     def lookup(self, names: Sequence[str]) -> "Future[Found]":
         result: Future[Found] = Future()
@@ -173,7 +173,7 @@ class TieredStore:
     def _ask(self, tier: int, names: Sequence[str], found: dict[str, EmbeddingRows], result: "Future[Found]") -> None:
         """Look up what isn't found yet, from a tier on."""
         missing = [name for name in dict.fromkeys(names) if name not in found]
-        if not missing or tier == len(self._tiers):
+        if not missing or tier == len(self.stores):
             result.set_result([found.get(name) for name in names])
             return
 
@@ -181,10 +181,10 @@ class TieredStore:
             for name, rows in zip(missing, self._result(future, len(missing)), strict=True):
                 if rows is not None:
                     found[name] = rows
-                    put_in(self._tiers[:tier], [name], rows)
+                    put_in(self.stores[:tier], [name], rows)
             self._ask(tier + 1, names, found, result)
 
-        self._tiers[tier].lookup(missing).add_done_callback(take)
+        self.stores[tier].lookup(missing).add_done_callback(take)
 
     @staticmethod
     def _result(future: "Future[Found]", number: int) -> Found:
@@ -194,10 +194,10 @@ class TieredStore:
         return [None] * number
 
     def put(self, names: Sequence[str], rows: EmbeddingRows) -> None:
-        put_in(self._tiers, names, rows)
+        put_in(self.stores, names, rows)
 
     def evict(self, names: Sequence[str]) -> None:
-        for tier in self._tiers:
+        for tier in self.stores:
             tier.evict(names)
 
 

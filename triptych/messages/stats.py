@@ -80,7 +80,7 @@ class CacheTier(Struct):
     """Statistics of one tier of an encoder cache."""
 
     name: str
-    """``memory``, ``shm`` or ``disk``."""
+    """``memory``, ``shm``, ``disk`` or ``pool``."""
     hits: Count
     """Parts that this instance has found there so far."""
     bytes: Count

@@ -105,7 +105,7 @@ def _load(spec: InstanceSpec, instance: InstanceProcess, model: ModelBundle, ran
         if spec.engine.cuda_graphs:
             record_towers(encoder, rank_device(model.device, 0))
         make_encode_loop = encode_loop_factory(
-            model, encoder, instance, spec.encode, sender, start_workers=start_workers
+            model, encoder, instance, spec.encode, sender, cluster=spec.cluster, start_workers=start_workers
         )
     instance.compute.device = _device(spec, model)
     return Components(

@@ -2,11 +2,17 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from triptych.config import EncodeConfig
+from blake3 import blake3
+
+from triptych.config import ClusterConfig, EncodeConfig
+from triptych.config.pool import PoolAddress
 from triptych.encode.file_store import FileStore
 from triptych.encode.loop import EncodeLoop
+from triptych.encode.pool_process import PoolProcess
+from triptych.encode.pool_store import PoolStore
 from triptych.encode.runner import EncoderRunner
 from triptych.encode.store import EmbeddingStore, MemoryStore, TieredStore
 from triptych.encode.workers import PreprocessWorkers
@@ -15,6 +21,7 @@ from triptych.layers.encoder import Encoder
 from triptych.sandbox.protocol import Limits
 from triptych.server.instance import InstanceProcess
 from triptych.server.model_bundle import ModelBundle
+from triptych.transfer.fabrics.opening import is_installed
 from triptych.transfer.sender import Sender
 
 SHARED_FOLDER = f"/dev/shm/triptych-rows-{os.getuid()}"
@@ -28,10 +35,11 @@ def encode_loop_factory(
     encode: EncodeConfig,
     sender: Sender,
     *,
+    cluster: ClusterConfig,
     start_workers: Callable[[], PreprocessWorkers],
 ) -> Callable[[], EncodeLoop]:
     """Return a function that builds encode loops, one after another, which share one store."""
-    store = _make_store(encode, instance)
+    store = _make_store(encode, instance, cluster)
     return lambda: EncodeLoop(
         preprocessors=_ready(start_workers()),
         runner=EncoderRunner(encoder, model.weights.activations, instance.compute),
@@ -48,8 +56,8 @@ def encode_loop_factory(
     )
 
 
-def _make_store(encode: EncodeConfig, instance: InstanceProcess) -> EmbeddingStore:
-    """Return the encoder cache in its tiers. Raises StartError for a folder that can't be used."""
+def _make_store(encode: EncodeConfig, instance: InstanceProcess, cluster: ClusterConfig) -> EmbeddingStore:
+    """Return the encoder cache in its tiers. Raises StartError for a folder or a pool that can't be used."""
     tiers: list[EmbeddingStore] = [MemoryStore(encode.encode_cache_mb * 2**20)]
     disk = encode.encode_cache_disk
     of_files = ("shm", SHARED_FOLDER, encode.encode_cache_shm_mb * 2**20), ("disk", disk.path, disk.num_bytes)
@@ -59,7 +67,22 @@ def _make_store(encode: EncodeConfig, instance: InstanceProcess) -> EmbeddingSto
                 tiers.append(FileStore(Path(folder), num_bytes, instance.clock, instance.start_executor, name=name))
             except OSError as error:
                 raise StartError(f"the encoder cache can't use {folder}: {error}") from error
+    if encode.embedding_store.master:
+        tiers.append(pool := _make_pool(encode.embedding_store, instance, cluster))
+        instance.at_end(pool.close)
     return TieredStore(tiers) if len(tiers) > 1 else tiers[0]
+
+
+def _make_pool(address: PoolAddress, instance: InstanceProcess, cluster: ClusterConfig) -> PoolStore:
+    if not is_installed("mooncake"):
+        raise StartError("--embedding-store needs Mooncake: pip install '.[mooncake]' in a checkout")
+    secret = cluster.secret()
+    return PoolStore(
+        partial(PoolProcess.start, address, cluster.cluster_host, instance.clock),
+        instance.clock,
+        instance.start_executor,
+        key=blake3(secret, derive_key_context="triptych rows in a pool").digest() if secret else None,
+    )
 
 
 class WorkerStarter:
