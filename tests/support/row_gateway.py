@@ -31,7 +31,13 @@ Rule = Callable[["RowGateway", EncodeNeeded, TransferId, str], bool]
 class RowGateway:
     """Sends rows by key to consumers that show its tickets."""
 
-    def __init__(self, rows: Mapping[str, Bytes], layout: RowLayout, identity: ModelIdentity | None = None) -> None:
+    def __init__(
+        self,
+        rows: Mapping[str, Bytes],
+        layout: RowLayout,
+        identity: ModelIdentity | None = None,
+        secret: bytes | None = None,
+    ) -> None:
         """``identity`` is what consumers must serve; None for any model."""
         self.rows, self.layout, self.identity = rows, layout, identity
         self.key = secrets.token_bytes(KEY_BYTES)
@@ -43,7 +49,7 @@ class RowGateway:
         self.silent = False
         """Whether it answers no registration."""
         clock = SystemClock()
-        self.channel = Channel(clock)
+        self.channel = Channel(clock, secret=secret)
         fabric = SharedMemoryFabric()
         self.sender = Sender({fabric.name: fabric}, self.channel.address, self.send, clock=clock)
         self._requests: dict[RequestId, Sequence[str]] = {}

@@ -64,8 +64,9 @@ class TriptychECConnector(ECConnectorBase):  # type: ignore[misc]  # vLLM isn't 
             logging.getLogger(name).parent = logging.getLogger("vllm")
         settings = ConnectorSettings.parse(vllm_config.ec_transfer_config.ec_connector_extra_config)
         model = vllm_config.model_config
-        width = model.get_inputs_embeds_size() * (1 + num_deepstack_levels(model.hf_config))
-        self._row_bytes = width * self._dtype.itemsize
+        hidden = model.get_inputs_embeds_size()
+        width = hidden * (1 + num_deepstack_levels(model.hf_config))
+        self._hidden_bytes, self._row_bytes = hidden * self._dtype.itemsize, width * self._dtype.itemsize
         self._clock = SystemClock()
         self._consumer = start_consumer(
             settings,
@@ -134,7 +135,9 @@ class TriptychECConnector(ECConnectorBase):  # type: ignore[misc]  # vLLM isn't 
             self._end(request, f"{feature.identifier} was scheduled without its rows")
             rows = np.zeros((feature.mm_position.get_num_embeds(), self._row_bytes), np.uint8)
         if rows is not None:
-            self._loads[feature.identifier] = rows
+            # towers without deepstack features have rows of the same format, filled up with zeros
+            is_plain = feature.modality == "audio"
+            self._loads[feature.identifier] = np.ascontiguousarray(rows[:, : self._hidden_bytes]) if is_plain else rows
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LoadRows:
         """Return what the workers load in this step. Rests if the step has nothing to do but to wait."""
