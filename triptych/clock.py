@@ -10,8 +10,8 @@ from triptych.running_time import running_time
 
 
 class Clock(Protocol):
-    """Three clocks that differ while a process is stopped, or once the system's clock is set. All in seconds, and right
-    on every thread."""
+    """Clocks that differ while a process is stopped or waits, or once the system's clock is set. All in seconds, and
+    right on every thread."""
 
     def now(self) -> float:
         """The time that this process ran, by which timeouts count (``running_time``)."""
@@ -21,6 +21,9 @@ class Clock(Protocol):
 
     def wall(self) -> float:
         """The time since the epoch, by which processes and people compare."""
+
+    def processor(self) -> float:
+        """The processor time that this process has used, on all of its threads."""
 
     def sleep(self, seconds: float) -> None:
         """Have the calling thread wait."""
@@ -37,6 +40,9 @@ class SystemClock:
 
     def wall(self) -> float:
         return time.time()
+
+    def processor(self) -> float:
+        return time.process_time()
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)

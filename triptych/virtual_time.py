@@ -40,6 +40,9 @@ class VirtualClock:
     def wall(self) -> float:
         return self.monotonic()
 
+    def processor(self) -> float:
+        return 0.0
+
     def sleep(self, seconds: float) -> None:
         """In a job: it takes that much longer. Elsewhere: the time passes."""
         if self._spent is not None:

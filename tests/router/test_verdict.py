@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from triptych.router.load_sample import InstanceSample, LoadSample, StageQueue
+from triptych.router.load_sample import FrontendSample, InstanceSample, LoadSample, StageQueue
 from triptych.router.request_state import RequestPhase
 from triptych.router.verdict import verdict
 from triptych.topology import Role, Stage
@@ -36,6 +36,35 @@ def test_a_slow_encoder_binds() -> None:
         "prefill waits for embeddings 70 % of the time."
     )
     assert found.advice == f"Another instance: triptych scale --control {CONTROL} E=3."
+
+
+def test_a_frontend_without_time_binds() -> None:
+    busy = FrontendSample(0.97, StageQueue(14, 0.32))
+    calm = [instance("e0", 0.4), instance("pd0", 0.6)]
+    found = verdict(window(*calm, frontend=busy))
+    assert found.stage == "frontend"
+    assert (
+        found.sentence == "Frontend binds: it is 97 % busy, and 14 requests are being prepared, the first for 320 ms."
+    )
+    assert "--frontends 2" in found.advice
+    # for a stage whose requests have waited longer, more frontends would do nothing
+    assert verdict(window(instance("e0", 0.98), instance("pd0", 0.4), e=(30, 2.0), frontend=busy)).stage == "encode"
+    # and one that is as busy, but prepares each request at once, keeps no request waiting
+    assert verdict(window(*calm, frontend=FrontendSample(0.97, StageQueue()))).stage == ""
+
+
+def test_media_that_are_fetched_slowly_are_no_load_on_the_frontend() -> None:
+    found = verdict(window(instance("pd0", 0.1), frontend=FrontendSample(0.02, StageQueue(5, 8.0))))
+    assert found.stage == "frontend"
+    assert (
+        "5 requests are being prepared, the first for 8.0 s, though it is 2 % busy: media are fetched" in found.sentence
+    )
+    assert "--media-fetch-timeout" in found.advice
+
+
+def test_what_is_being_prepared_is_named_when_nothing_binds() -> None:
+    found = verdict(window(instance("pd0", 0.1), frontend=FrontendSample(0.2, StageQueue(1, 0.02))))
+    assert found.sentence.startswith("Nothing binds: 1 request is being prepared, the first for 20 ms, and pd0")
 
 
 def test_items_that_wait_at_the_encoder_itself_count() -> None:

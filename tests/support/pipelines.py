@@ -23,6 +23,7 @@ DECODER = InstanceView("pd0", "PD", "serving", 0.23, 3, 0, 0.012, [], 25e6, 0.0,
 BUSY = Pipeline(
     time=NOW,
     service=ServiceView("demo", "0.1.0", "2E1PD", True, "", NOW - 11_530, 23),
+    frontend=StageView("frontend", 2, 0.12, 0.34, 0.55),
     stages=[
         StageView("encode", 34, 2.1, 1.3, 0.96),
         StageView("prefill", 0, 0.0, 0.2, 0.23),
@@ -77,7 +78,7 @@ def large() -> Pipeline:
 def nothing() -> Pipeline:
     """A frontend that has just started."""
     service = ServiceView("demo", "0.1.0", "", False, "no instance of E has joined", NOW, 0)
-    return Pipeline(NOW, service, [], [], [], [], Verdict("", "", ""))
+    return Pipeline(NOW, service, StageView("frontend", 0, 0.0, 0.0, 0.0), [], [], [], [], Verdict("", "", ""))
 
 
 def hostile() -> Pipeline:

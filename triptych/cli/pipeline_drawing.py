@@ -13,7 +13,7 @@ from triptych.cli.text_table import TextColumn, cell, table_lines
 from triptych.cli.units import duration, finite, share, size
 from triptych.observe.pipeline import EventView, InstanceView, Pipeline, PoolView, StageView
 
-COLOURS = {"encode": "red", "prefill": "blue", "decode": "green", "client": "magenta"}
+COLOURS = {"frontend": "yellow", "encode": "red", "prefill": "blue", "decode": "green", "client": "magenta"}
 """The colours of waterfalls."""
 WIDE = 120
 """Columns from which on bars are long, and pools are shown with their sizes."""
@@ -101,6 +101,7 @@ def _overview(pipeline: Pipeline, width: int, notice: str) -> list[Text]:
         TextColumn("", [cell(service.topology or "no instances")]),
         TextColumn("", [Text("ready", "green") if service.ready else Text("not ready", "bold red")]),
         TextColumn("", [Text(f"{service.num_requests:,} in flight")], 1),
+        TextColumn("", [Text(f"frontend {share(pipeline.frontend.busy)} busy")], 2),
         TextColumn("", [Text(f"up {duration(pipeline.time - service.began)}")], 3),
         TextColumn("", [cell(f"Triptych {service.version}")], 4),
         TextColumn("", [Text(_clock(pipeline.time))], 2),

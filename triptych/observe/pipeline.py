@@ -52,20 +52,23 @@ class ServiceView(Struct, frozen=True):
     frontend_ports: dict[str, int] = {}
     """Ports at which each of several frontends answers HTTP alone, by their names. Empty if no one supervisor has
     started them."""
+    kills: bool = False
+    """Whether the page may kill instances: a demonstration's, on this machine."""
 
 
 class StageView(Struct, frozen=True, gc=False):
-    """One stage: encode, prefill or decode."""
+    """The frontend, or one stage: encode, prefill or decode."""
 
     name: str
     queued: int
-    """Items (encode) or requests that wait for an instance of the stage."""
+    """Items (encode) or requests that wait for an instance of the stage; requests that the frontend prepares."""
     oldest_wait: float
     """Seconds that the first of them has waited."""
     saturation: float
-    """The metric ``triptych:stage_saturation``."""
+    """The metric ``triptych:stage_saturation``; of the frontend, requests in flight ÷ ``--max-queue``."""
     busy: float
-    """Mean busy share of the instances that have the stage."""
+    """Mean busy share of the instances that have the stage, or that of the frontend's process,
+    in which less than a tenth is 0."""
 
 
 class PoolView(Struct, frozen=True, gc=False):
@@ -139,7 +142,8 @@ class Verdict(Struct, frozen=True):
     """Which stage binds now and why."""
 
     stage: str
-    """``encode``, ``prefill`` or ``decode``; ``client`` if one client's load binds; empty if nothing does."""
+    """``frontend``, ``encode``, ``prefill`` or ``decode``; ``client`` if one client's load binds;
+    ``service`` if it isn't ready; empty if nothing binds."""
     sentence: str
     """With the figures that it rests on."""
     advice: str
@@ -151,6 +155,7 @@ class Pipeline(Struct, frozen=True):
 
     time: float
     service: ServiceView
+    frontend: StageView
     stages: list[StageView]
     instances: list[InstanceView]
     requests: list[RequestMark]
@@ -214,7 +219,7 @@ class FiguresBucket(Struct, frozen=True):
 
 
 class Figures(Struct, frozen=True):
-    """The last hour."""
+    """The last minutes, hour or day."""
 
     step: float
     buckets: list[FiguresBucket]

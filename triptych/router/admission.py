@@ -14,6 +14,7 @@ from triptych.fair_queue import FairQueue, QueueState, Ticket
 from triptych.router.admission_policy import AdmissionPolicy, Expected, InFlight, WorkAhead
 from triptych.router.forecast import Forecast
 from triptych.router.instance import WorkKind
+from triptych.router.load_sample import StageQueue
 from triptych.router.request_state import RequestState
 from triptych.router.request_table import RequestTable
 from triptych.types import RequestId
@@ -49,21 +50,39 @@ class Admission:
         self._num_with_items: Counter[str] = Counter()
         """Queued requests with items, by client."""
         self._preparing: Counter[str] = Counter()
+        self._prepared_since: dict[object, float] = {}
+        """When the preparation of each of these requests began, the oldest first."""
 
     @contextmanager
-    def preparing(self, client: str) -> Iterator[None]:
+    def preparing(self, client: str, now: float) -> Iterator[None]:
         """Count a client's request as in flight while its prompt is prepared."""
+        request = object()
         self._preparing[client] += 1
+        self._prepared_since[request] = now
         try:
             yield
         finally:
+            del self._prepared_since[request]
             self._preparing[client] -= 1
             if not self._preparing[client]:
                 del self._preparing[client]
 
+    def in_preparation(self, now: float) -> StageQueue:
+        """Return the requests whose prompts are being prepared."""
+        since = next(iter(self._prepared_since.values()), now)
+        return StageQueue(len(self._prepared_since), max(0.0, now - since))
+
+    @property
+    def share_in_flight(self) -> float:
+        """Requests in flight ÷ the most allowed."""
+        return self._num_in_flight() / self._policy.max_queue
+
+    def _num_in_flight(self) -> int:
+        return len(self._requests) + self._preparing.total()
+
     def check_capacity(self, client: str, now: float) -> None:
         """Raise RateLimited if the client is at its limit, and Overloaded if the service is at its limit."""
-        total = len(self._requests) + self._preparing.total()
+        total = self._num_in_flight()
         own = self._requests.num_of_client(client) + self._preparing[client]
         self._policy.check_capacity(InFlight(total, own), self.forecast, now)
 

@@ -59,9 +59,14 @@ class AdmissionPolicy:
     def __init__(self, config: AdmissionConfig) -> None:
         self._config = config
 
+    @property
+    def max_queue(self) -> int:
+        """The most requests in flight."""
+        return self._config.max_queue
+
     def check_capacity(self, in_flight: InFlight, forecast: Forecast, now: float) -> None:
         """Raise RateLimited if the client is at its limit, and Overloaded if the service is at its limit."""
-        if in_flight.total >= self._config.max_queue:
+        if in_flight.total >= self.max_queue:
             reason = f"{in_flight.total} requests are waiting or running, the most allowed"
             raise Overloaded(reason, retry_after(0.0, forecast, now))
         limit = self._config.max_queue_per_client

@@ -261,7 +261,7 @@ class RequestLifecycle:
         can serve the request now or soon, and MediaNotServed if the topology has no encode instance. A request whose
         items are only encoded ``generates`` nothing, and needs no language instance."""
         self._check(has_media, client=record.client, priority=priority, timeout=timeout, generates=generates)
-        with self.admission.preparing(record.client):
+        with self.admission.preparing(record.client, self._clock.now()):
             yield
 
     @contextmanager
@@ -273,7 +273,7 @@ class RequestLifecycle:
         except TriptychError as error:
             self._metrics.rejected(error)
             raise
-        with self.admission.preparing(record.client):
+        with self.admission.preparing(record.client, self._clock.now()):
             yield
 
     def expected(

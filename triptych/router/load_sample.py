@@ -42,6 +42,16 @@ class InstanceSample:
 
 
 @dataclass(frozen=True)
+class FrontendSample:
+    """The frontend itself, which receives, fetches and plans requests, and streams their answers."""
+
+    busy: float = 0.0
+    """Processor time of its process ÷ time, over the last seconds, at most 1: it has one event loop."""
+    preparing: StageQueue = StageQueue()
+    """Requests whose media are being fetched, or whose prompts are being planned."""
+
+
+@dataclass(frozen=True)
 class LoadSample:
     """A service at one time."""
 
@@ -55,3 +65,4 @@ class LoadSample:
     """A name for the one with most of them, without its key or address."""
     largest_share: float = 0.0
     """Its share of the requests in flight."""
+    frontend: FrontendSample = FrontendSample()

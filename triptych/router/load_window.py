@@ -2,11 +2,12 @@
 
 from collections import deque
 
+from triptych.clock import Clock
 from triptych.messages.stats import InstanceStats
 from triptych.observe.request_history import client_name
 from triptych.router.instance import Instance
 from triptych.router.lifecycle import RequestLifecycle
-from triptych.router.load_sample import PREEMPTION_SECONDS, InstanceSample, LoadSample, StageQueue
+from triptych.router.load_sample import PREEMPTION_SECONDS, FrontendSample, InstanceSample, LoadSample, StageQueue
 from triptych.router.membership import Membership
 from triptych.router.request_state import RequestPhase
 from triptych.topology import Stage
@@ -17,12 +18,14 @@ WINDOW = 3.0
 """Seconds that a window spans, as long as those that rates are means of."""
 
 
-def take_sample(membership: Membership, lifecycle: RequestLifecycle, now: float) -> LoadSample:
-    """Return the load now. ``now`` is by the router's clock. Looks at each instance, client and request once."""
+def take_sample(membership: Membership, lifecycle: RequestLifecycle, now: float, busy: float) -> LoadSample:
+    """Return the load now. ``now`` is by the router's clock, ``busy`` the frontend's share. Looks at each instance,
+    client and request once."""
     requests = lifecycle.requests
     client, num_of_client = requests.largest_client()
     return LoadSample(
         instances=tuple(_instance(instance) for instance in membership if instance.takes_work),
+        frontend=FrontendSample(busy, lifecycle.admission.in_preparation(now)),
         queues={stage: stage_queue(membership, lifecycle, stage, now) for stage in Stage},
         num_in={phase: requests.num_in(phase) for phase in RequestPhase},
         num_clients=requests.num_clients,
@@ -66,17 +69,23 @@ def step_seconds(instance: Instance) -> float:
 class LoadWindow:
     """Samples of the last seconds, taken by ``tick``."""
 
-    def __init__(self, membership: Membership, lifecycle: RequestLifecycle) -> None:
+    def __init__(self, membership: Membership, lifecycle: RequestLifecycle, clock: Clock) -> None:
         self._membership = membership
         self._lifecycle = lifecycle
+        self._clock = clock
         self._samples: deque[LoadSample] = deque(maxlen=round(WINDOW / INTERVAL))
+        self._processor: deque[tuple[float, float]] = deque(maxlen=self._samples.maxlen)
+        """Times at which samples were taken, and the process's processor time then."""
         self._due = float("-inf")
 
     def tick(self, now: float) -> None:
         """Take a sample if one is due. ``now`` is by the router's clock."""
         if now >= self._due:
             self._due = now + INTERVAL
-            self._samples.append(take_sample(self._membership, self._lifecycle, now))
+            self._processor.append((now, self._clock.processor()))
+            (first, then), (last, latest) = self._processor[0], self._processor[-1]
+            busy = min(1.0, (latest - then) / (last - first)) if last > first else 0.0
+            self._samples.append(take_sample(self._membership, self._lifecycle, now, busy))
 
     @property
     def samples(self) -> list[LoadSample]:

@@ -13,6 +13,7 @@ from triptych.observe.pipeline import (
     PoolView,
     ServiceView,
     StageView,
+    Verdict,
 )
 from triptych.observe.timeline import Interval
 from triptych.router.instance import Instance
@@ -23,10 +24,14 @@ from triptych.router.request_state import RequestPhase
 from triptych.router.router import Router
 from triptych.router.stage_metrics import saturation
 from triptych.router.stats_history import MEMORY
-from triptych.router.verdict import verdict
+from triptych.router.verdict import FRONTEND, verdict
 from triptych.running_time import STILL_SECONDS
 from triptych.topology import Stage, Topology
 
+IDLE = 0.1
+"""Busy share of the frontend below which it counts as idle: its viewers and heartbeats alone would be news."""
+UNREADY = "service"
+"""What a verdict calls a service that isn't ready."""
 _STAGES = {
     RequestPhase.QUEUED: "queue",
     RequestPhase.ENCODING: "encode",
@@ -39,12 +44,13 @@ _STAGES = {
 class PipelineView:
     """Makes snapshots of a router."""
 
-    def __init__(self, router: Router, model: str, among: FrontendNames = ALONE) -> None:
-        """``model`` is its name in the API."""
+    def __init__(self, router: Router, model: str, among: FrontendNames = ALONE, *, kills: bool = False) -> None:
+        """``model`` is its name in the API. ``kills`` says whether the page may kill instances."""
         self._router = router
         self._lifecycle = router.lifecycle
         self._model = model
         self._among = among
+        self._kills = kills
         self._began = router.clock.wall()
         self._ticks = router.clock.monotonic()
         """When it began, by the monotonic clock: times don't change when the system's clock is set."""
@@ -58,15 +64,23 @@ class PipelineView:
         if paused > STILL_SECONDS:
             self._epoch += paused
         launched = {one.name: one for one in router.membership.launched.processes(now)}
-        joined = {instance: _joined(instance, launched.get(instance.name)) for instance in router.membership}
+        samples = router.load.samples
+        # the shares that the verdict rests on, so that the page says one thing
+        busy = {one.name: one.busy for one in samples[-1].instances} if samples else {}
+        joined = {one: _joined(one, busy.get(one.name), launched.get(one.name)) for one in router.membership}
+        service, control = self._service(), self._among.control or router.control
+        found = verdict(samples, control)
+        if not service.ready and not found.stage:
+            found = Verdict(UNREADY, f"Not ready: {service.why_not}.", f"triptych status --control {control} says why.")
         return Pipeline(
             time=round(self._epoch + now, 3),
-            service=self._service(),
+            service=service,
+            frontend=self._frontend(now),
             stages=[self._stage(stage, joined, now) for stage in Stage],
             instances=[*joined.values(), *map(_expected, router.membership.expected(now))],
             requests=request_marks(router.membership, router.lifecycle, self._epoch),
             events=list(router.events),
-            verdict=verdict(router.load.samples, self._among.control or router.control),
+            verdict=found,
         )
 
     def current(self, request: str) -> list[Interval]:
@@ -104,6 +118,19 @@ class PipelineView:
             num_frontends=num_frontends,
             frontend=(self._among.own or join) if num_frontends > 1 else "",
             frontend_ports=dict(self._among.ports),
+            kills=self._kills,
+        )
+
+    def _frontend(self, now: float) -> StageView:
+        router = self._router
+        preparing, samples = router.lifecycle.admission.in_preparation(now), router.load.samples
+        busy = samples[-1].frontend.busy if samples else 0.0
+        return StageView(
+            name=FRONTEND,
+            queued=preparing.length,
+            oldest_wait=round(preparing.wait, 3),
+            saturation=router.lifecycle.admission.share_in_flight,
+            busy=round(busy, 2) if busy >= IDLE else 0.0,
         )
 
     def _stage(self, stage: Stage, joined: Mapping[Instance, InstanceView], now: float) -> StageView:
@@ -118,14 +145,14 @@ class PipelineView:
         )
 
 
-def _joined(instance: Instance, process: LaunchedInstance | None) -> InstanceView:
+def _joined(instance: Instance, busy: float | None, process: LaunchedInstance | None) -> InstanceView:
     history, load = instance.history, instance.stats.load
     hits = (_prefix_hits, _prefix_queries) if instance.role.has_decoder else (_item_hits, _item_queries)
     return InstanceView(
         name=instance.name,
         role=instance.role,
         state=instance.state,
-        busy=busy_share(instance),
+        busy=busy_share(instance) if busy is None else busy,
         running=load.running,
         waiting=load.waiting,
         step_seconds=step_seconds(instance),

@@ -98,7 +98,7 @@ class Router:
         admitted = self.lifecycle.admission
         self.metrics.watch("num_requests_queued", "requests queued at the frontend", lambda: len(admitted))
         self.metrics.watch("num_items_queued", "media items queued at the frontend", lambda: len(self._encodes))
-        self.load = LoadWindow(self.membership, self.lifecycle)
+        self.load = LoadWindow(self.membership, self.lifecycle, clock)
         """The load of the last seconds, by ``tick``."""
         stages = StageCollector(self.membership, self.lifecycle, expects_encoders=expects_encoders)
         self.metrics.registry.register(stages)

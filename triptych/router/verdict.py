@@ -11,7 +11,7 @@ from statistics import fmean, median
 
 from triptych.observe.pipeline import Verdict
 from triptych.router.launcher_view import STAGE_NAMES
-from triptych.router.load_sample import PREEMPTION_SECONDS, InstanceSample, LoadSample, StageQueue
+from triptych.router.load_sample import PREEMPTION_SECONDS, FrontendSample, InstanceSample, LoadSample, StageQueue
 from triptych.router.request_state import RequestPhase
 from triptych.topology import Role, Stage
 
@@ -29,6 +29,8 @@ ONE_CLIENT = 0.8
 """Share of the requests in flight from which one client's load is the cause of a queue."""
 CLIENT_QUEUE = 4.0
 """Mean number of waiting requests below which no client's load is a cause."""
+FRONTEND = "frontend"
+"""What a verdict calls it, beside the stages."""
 MAX_NAMES = 3
 """Instances that a sentence names."""
 
@@ -54,6 +56,7 @@ class _Load:
     """Means over the window."""
 
     members: list[_Member]
+    frontend: FrontendSample
     queues: dict[Stage, StageQueue]
     """Lengths are whole; 0 means that there was none most of the time."""
     last: LoadSample
@@ -87,6 +90,7 @@ def verdict(window: Sequence[LoadSample], control: str = "HOST:PORT") -> Verdict
         _full_cache,
         _one_client,
         _slow_instance,
+        _busy_frontend,
         _busy_stage,
         _slow_queue,
     )
@@ -169,6 +173,19 @@ def _slow_instance(load: _Load, control: str) -> Verdict | None:
     return None
 
 
+def _busy_frontend(load: _Load, control: str) -> Verdict | None:
+    """Requests wait for their preparation at a frontend that has no time left, longer than others for a busy stage."""
+    queue, busy = load.frontend.preparing, load.frontend.busy
+    stages = [load.queues[stage].wait for stage in Stage if load.busy(stage) >= BUSY and load.queues[stage].length]
+    if busy < BUSY or not queue.length or max(stages, default=0.0) > queue.wait:
+        return None
+    return Verdict(
+        FRONTEND,
+        f"Frontend binds: it is {_percent(busy)} busy, and {_prepared(queue)}.",
+        "Several frontends can share the port: --frontends 2.",
+    )
+
+
 def _busy_stage(load: _Load, control: str) -> Verdict | None:
     """Work waits for a stage whose instances have no time left."""
     stages = [stage for stage in Stage if load.busy(stage) >= BUSY and _has_backlog(load, stage)]
@@ -198,6 +215,14 @@ def _has_backlog(load: _Load, stage: Stage) -> bool:
 
 def _slow_queue(load: _Load, control: str) -> Verdict | None:
     """Work waits long, though the stage's instances have time left: something else of it is short."""
+    preparing = load.frontend.preparing
+    if preparing.length and preparing.wait >= LONG_WAIT:
+        return Verdict(
+            FRONTEND,
+            f"Frontend binds: {_prepared(preparing)}, though it is {_percent(load.frontend.busy)} busy: media are "
+            "fetched first.",
+            "Look at the hosts that media come from; --media-fetch-timeout bounds the time.",
+        )
     served = [one for one in Stage if load.of(one)]
     stages = [one for one in served if load.waiting(one) >= WAITING and load.queues[one].wait >= LONG_WAIT]
     if not stages:
@@ -222,6 +247,7 @@ def _nothing(load: _Load) -> Verdict:
     busiest = max(load.members, key=lambda one: one.busy, default=None)
     waiting = {stage: load.last.queues.get(stage, StageQueue()) for stage in Stage}
     queued = [_queued(stage, queue, queue.length) for stage, queue in waiting.items() if queue.length]
+    queued += [_prepared(load.last.frontend.preparing)] if load.last.frontend.preparing.length else []
     facts = queued or ["nothing waits"]
     facts.append(f"{_busy([busiest])}, the most of all" if busiest else "no instance has joined")
     return Verdict("", f"Nothing binds: {', and '.join(facts)}.", "")
@@ -241,7 +267,8 @@ def _means(window: Sequence[LoadSample]) -> _Load:
     ]
     return _Load(
         members=[_member(of) for of in samples.values()],
-        queues={stage: _queue(window, stage) for stage in Stage},
+        frontend=FrontendSample(window[-1].frontend.busy, _queue([one.frontend.preparing for one in window])),
+        queues={stage: _queue([one.queues.get(stage, StageQueue()) for one in window]) for stage in Stage},
         last=window[-1],
         waits_for_rows=fmean(hungry),
         encoding=fmean(one.num_in.get(RequestPhase.ENCODING, 0) for one in window),
@@ -266,9 +293,8 @@ def _member(of: Sequence[InstanceSample]) -> _Member:
     )
 
 
-def _queue(window: Sequence[LoadSample], stage: Stage) -> StageQueue:
-    """Return the mean of a stage's queue; empty if it was so most of the time."""
-    queues = [one.queues.get(stage, StageQueue()) for one in window]
+def _queue(queues: Sequence[StageQueue]) -> StageQueue:
+    """Return the mean of a queue; empty if it was so most of the time."""
     filled = [one for one in queues if one.length]
     if 2 * len(filled) <= len(queues):
         return StageQueue()
@@ -288,6 +314,11 @@ def _queued(stage: Stage, queue: StageQueue, waiting: float) -> str:
         return ""
     wait = f", the first for {_seconds(queue.wait)}" if queue.length else ""
     return f"{_count(waiting, what)} {'waits' if round(waiting) == 1 else 'wait'}{wait}"
+
+
+def _prepared(queue: StageQueue) -> str:
+    verb = "is" if queue.length == 1 else "are"
+    return f"{_count(queue.length, 'request')} {verb} being prepared, the first for {_seconds(queue.wait)}"
 
 
 def _busy(members: Sequence[_Member]) -> str:
