@@ -80,7 +80,9 @@ def test_an_unknown_request_is_not_found(service: Served, path: str) -> None:
         assert "<script>" not in answer.text
 
 
-@pytest.mark.parametrize("query", ["requests?limit=x", "requests?limit=-1", "figures?ttft_ms=nan", "figures?tpt_ms=x"])
+@pytest.mark.parametrize(
+    "query", ["requests?limit=x", "requests?limit=-1", "figures?ttft_ms=nan", "figures?tpt_ms=x", "figures?seconds=7"]
+)
 def test_a_query_that_means_nothing_is_refused(service: Served, query: str) -> None:
     with service.client() as client:
         assert client.get(f"/ui/{query}").status_code == 400

@@ -38,13 +38,12 @@ def test_it_asks_until_interrupted(
     browser.write_text(f'#!/bin/sh\necho "$1" >> {opened}\n')
     browser.chmod(0o700)
     monkeypatch.setenv("BROWSER", f"{browser} %s")
-    monkeypatch.setattr(gentle_load, "RATE", 200.0)
     asked, most = set(), 0
     with served(MODEL_DIR, "1EPD", served_model_name="demo") as service:
         requests = service.running.frontend.router.lifecycle.requests
 
         @asynccontextmanager
-        async def started(*_: object) -> AsyncIterator[SimpleNamespace]:
+        async def started(*_: object, **__: object) -> AsyncIterator[SimpleNamespace]:
             yield SimpleNamespace(url=service.url, lost=asyncio.get_running_loop().create_future())
 
         def enough() -> bool:
@@ -52,7 +51,7 @@ def test_it_asks_until_interrupted(
             now = [state.id for state in list(requests)]
             asked.update(now)
             most = max(most, len(now))
-            return len(asked) > ENOUGH + gentle_load.MOST_AT_ONCE
+            return len(asked) > ENOUGH + gentle_load.CLIENTS
 
         def interrupt() -> None:
             wait_for(enough, 60)
@@ -71,7 +70,7 @@ def test_it_asks_until_interrupted(
     assert f"\n  {url}/ui\n  triptych top --url {url}\n" in output.out
     assert (found := re.search(r"^(\d+) questions were answered$", output.err, re.MULTILINE))
     assert int(found[1]) >= ENOUGH
-    assert most <= gentle_load.MOST_AT_ONCE
+    assert most <= gentle_load.CLIENTS
 
 
 @pytest.mark.parametrize(

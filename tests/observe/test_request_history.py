@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from triptych.observe.figures import MAX_SAMPLES, NUM_SPANS, STEP
+from triptych.observe.figures import MAX_SAMPLES, RANGES
 from triptych.observe.request_history import MAX_ENDED, MAX_INTERVALS, RequestHistory, client_name, matches, view_of
 from triptych.observe.requests import RequestRecord
 from triptych.observe.timeline import Interval
@@ -143,17 +143,18 @@ def test_requests_that_reached_no_cache_say_nothing_about_caches() -> None:
     assert (bucket.num_ended, bucket.prefix_hit_rate, bucket.encode_hit_rate) == (2, None, None)
 
 
-def test_an_hour_is_kept_and_no_more_however_many_requests_end() -> None:
-    history = RequestHistory()
-    generator = random.Random(3)
-    for span in range(NUM_SPANS + 30):
+@pytest.mark.parametrize(("back", "step"), RANGES.items())
+def test_a_range_is_kept_and_no_more_however_many_requests_end(back: int, step: float) -> None:
+    history, generator, num_spans = RequestHistory(), random.Random(3), round(back / step)
+    for span in range(num_spans + 30):
         for _ in range(5):
-            ended(history, record(began=BEGAN + span * STEP, first=generator.random()))
-    now = BEGAN + (NUM_SPANS + 30) * STEP
-    buckets = history.figures.figures(now, 0.5, 1.0).buckets
-    assert NUM_SPANS - 1 <= len(buckets) <= NUM_SPANS
-    assert [one.time for one in buckets] == sorted(one.time for one in buckets)
-    assert history.figures.figures(now + 7200, 0.5, 1.0).buckets == []
+            ended(history, record(began=BEGAN + span * step, first=generator.random()))
+    now = BEGAN + (num_spans + 30) * step
+    found = history.figures.figures(now, 0.5, 1.0, back)
+    assert found.step == step
+    assert num_spans - 1 <= len(found.buckets) <= num_spans
+    assert [one.time for one in found.buckets] == sorted(one.time for one in found.buckets)
+    assert history.figures.figures(now + 2 * back, 0.5, 1.0, back).buckets == []
 
 
 def test_of_many_requests_in_a_span_a_sample_says_how_many_were_good() -> None:

@@ -1,6 +1,7 @@
 """The charts of the last hour, with figures that are given."""
 
 import email.utils
+import re
 
 import msgspec
 from playwright.sync_api import Browser, Route, expect
@@ -34,3 +35,18 @@ def test_rates_are_of_the_time_that_has_passed(browser: Browser, service: Served
             page.locator("#objective").dispatch_event("change")
             expect(tile).to_have_text(f"{tokens}latest")
             expect(requests).to_contain_text(f"ended {ended}")
+
+
+def test_a_range_is_chosen_and_values_stand_under_the_pointer(browser: Browser, service: Served) -> None:
+    service.post("Hello", max_tokens=2)
+    with viewing(browser, service.url) as viewer:
+        page = viewer.page
+        viewer.open("figures")
+        expect(page.locator(".uplot")).to_have_count(6)
+        with page.expect_request("**/ui/figures?seconds=300&*"):
+            page.get_by_label("Last").select_option("5 minutes")
+        expect(page.locator("#tiles")).to_contain_text("last 5 minutes")
+        chart = page.locator(".chart").filter(has_text="Time to first token")
+        expect(chart.locator(".keys time")).to_have_count(0)
+        chart.locator(".u-over").hover()
+        expect(chart.locator(".keys time")).to_have_text(re.compile(r"\d\d:\d\d:\d\d"))

@@ -30,8 +30,23 @@ TITLES = {
     "pipeline": "Pipeline",
     "requests": "Requests",
     "playground": "Playground",
-    "figures": "Figures of the last hour",
+    "figures": "Metrics",
 }
+
+
+SMALL_TEXTS = """
+() => {
+    const found = [];
+    const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (texts.nextNode()) {
+        const { parentElement: element, textContent: text } = texts.currentNode;
+        const isSeen = text.trim() && element.checkVisibility() && !element.closest(".visually-hidden");
+        if (isSeen && parseFloat(getComputedStyle(element).fontSize) < 12) found.push(text.trim());
+    }
+    return found;
+}
+"""
+"""Returns the visible texts that are smaller than 12 pixels."""
 
 
 def test_every_view_loads_without_errors_or_requests_to_elsewhere(browser: Browser, service: Served) -> None:
@@ -207,6 +222,33 @@ def test_requests_are_filtered(browser: Browser, service: Served) -> None:
         expect(statuses.first).to_have_attribute("data-kind", "ok")
 
 
+def test_requests_are_found_sorted_and_opened_by_their_rows(browser: Browser, service: Served) -> None:
+    for number, (name, tokens) in enumerate((("few", 2), ("many", 9), ("some", 5))):
+        body = service.body(max_tokens=tokens, ignore_eos=True)
+        with service.client() as client:
+            headers = {"X-Request-ID": f"sorted-{name}-{number}"}
+            assert client.post("/v1/chat/completions", json=body, headers=headers).status_code == 200
+    with viewing(browser, service.url) as viewer:
+        page = viewer.page
+        viewer.open("requests")
+        page.get_by_label("Find").fill("SORTED-")
+        names = page.locator("#request-rows .id")
+        expect(names).to_have_text(["sorted-some-2", "sorted-many-1", "sorted-few-0"])
+        expect(page.locator("#requests-count")).to_have_text("3 requests shown")
+        head = page.get_by_role("columnheader", name="Output")
+        for order, expected in (
+            ("descending", ["many-1", "some-2", "few-0"]),
+            ("ascending", ["few-0", "some-2", "many-1"]),
+        ):
+            head.get_by_role("button").click()
+            expect(head).to_have_attribute("aria-sort", order)
+            expect(names).to_have_text([f"sorted-{name}" for name in expected])
+        page.locator("#request-rows tr").nth(2).locator("td").last.click()
+        expect(page.locator("#detail-body")).to_contain_text("sorted-many-1")
+        page.get_by_label("Find").fill("no such request")
+        expect(page.locator("#requests-empty")).to_have_text("No request matches.")
+
+
 def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("right-key\n")
@@ -259,12 +301,16 @@ def test_elsewhere_it_says_what_to_do(browser: Browser, folder: Path) -> None:
 def test_it_says_that_the_service_is_gone_and_comes_back(browser: Browser, folder: Path) -> None:
     with ExitStack() as first:
         frontend = first.enter_context(alone(folder))
+        # it isn't ready, and the headline says so at once
         port = int(frontend.url.rpartition(":")[2])
         with viewing(browser, frontend.url, expected=("ERR_",)) as viewer:
             viewer.open("pipeline")
             is_live(viewer.page)
+            expect(viewer.page.locator("#verdict-stage")).to_have_text("Not ready")
+            expect(viewer.page.locator("#verdict-sentence")).to_contain_text("No encode instance")
             first.close()
             expect(viewer.page.get_by_role("alert")).to_contain_text("The live view has stopped")
+            expect(viewer.page.locator("#service-state")).to_have_text("unknown: disconnected")
             with alone(folder, port=port):
                 is_live(viewer.page)
                 expect(viewer.page.get_by_role("alert")).to_have_count(0)
@@ -311,7 +357,7 @@ def test_all_of_it_works_with_the_keyboard(browser: Browser, service: Served) ->
         press("Enter")
         expect(page.get_by_role("heading", level=1)).to_be_focused()
         expect(page.locator("#request-rows a").first).to_be_visible()
-        for _ in range(6):  # five filters, and the table, which scrolls
+        for _ in range(13):  # six filters, the table, which scrolls, and six columns by which it is sorted
             press("Tab")
         press("Tab")
         press("Enter")
@@ -396,9 +442,16 @@ def test_a_request_that_is_chosen_on_a_phone_comes_into_view(browser: Browser, s
         expect(page.locator("#request-rows a").first).to_be_in_viewport()
 
 
-def test_nothing_scrolls_sideways_on_a_phone(browser: Browser, service: Served) -> None:
+@pytest.mark.parametrize("width", [PHONE["width"], 390, 820, 1440])
+def test_it_fits_and_can_be_read_at_every_width(browser: Browser, service: Served, width: int) -> None:
+    """Nothing scrolls sideways, no text is smaller than 12 pixels, and none covers another in the headline."""
     service.post([image_part(), text_part("What is this?")], max_tokens=2)
-    with viewing(browser, service.url, viewport=PHONE) as viewer:
+    with viewing(browser, service.url, viewport={"width": width, "height": 720}) as viewer:
         for view in VIEWS:
             with_content(viewer, view)
-            assert viewer.page.evaluate("document.documentElement.scrollWidth") == PHONE["width"], view
+            assert viewer.page.evaluate("document.documentElement.scrollWidth") == width, view
+            assert viewer.page.evaluate(SMALL_TEXTS) == [], view
+        go(viewer.page, "pipeline")
+        boxes = [viewer.page.locator(f"#verdict-{part}").bounding_box() for part in ("stage", "sentence")]
+        first, second = (box for box in boxes if box is not None)
+        assert first["x"] + first["width"] <= second["x"] or first["y"] + first["height"] <= second["y"]

@@ -55,6 +55,32 @@ def test_a_picture_that_is_pasted_is_planned_answered_and_drawn(browser: Browser
         assert page.locator("img[src=x]").count() == 0
 
 
+def test_a_conversation_about_the_sample_picture_goes_on(browser: Browser, service: Served) -> None:
+    with viewing(browser, service.url) as viewer:
+        page = viewer.page
+        viewer.open("playground")
+        is_ready(page)
+        page.get_by_role("button", name="Use a sample picture").click()
+        expect(attached(page)).to_contain_text("224 × 224")
+        page.get_by_role("button", name="Send").click()  # asks what the empty field suggests
+        is_answered(page)
+        first = page.locator("#answer-text").inner_text()
+        expect(page.locator("#code-panel pre")).to_contain_text('"text": "What is in this picture?"')
+        page.get_by_text("System prompt").click()
+        page.get_by_label("System prompt").fill("Be brief.")
+        page.get_by_label("Question").fill("And what else?")
+        with page.expect_request("**/v1/chat/completions") as asked:
+            page.get_by_role("button", name="Send").click()
+        messages = json.loads(asked.value.post_data or "")["messages"]
+        assert [one["role"] for one in messages] == ["system", "user", "assistant", "user"]
+        assert (messages[2]["content"], messages[3]["content"]) == (first, "And what else?")
+        is_answered(page)
+        expect(page.locator("#turns li")).to_have_count(1)
+        expect(page.locator("#turns")).to_contain_text("What is in this picture?")
+        page.get_by_role("button", name="New conversation").click()
+        expect(page.locator("#turns li")).to_have_count(0)
+
+
 def test_camera_drag_and_file_chooser_bring_pictures_video_and_audio(
     browser: Browser, service: Served, tmp_path: Path
 ) -> None:

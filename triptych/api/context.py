@@ -102,7 +102,9 @@ class ApiContext:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "memory_budget", MemoryBudget(self.frontend.admission.max_inflight_mb * 2**20))
-        object.__setattr__(self, "pipeline", PipelineView(self.router, self.model_name, self.among))
+        object.__setattr__(
+            self, "pipeline", PipelineView(self.router, self.model_name, self.among, kills=self.frontend.http.ui_kills)
+        )
         object.__setattr__(self, "viewers", Viewers(self.pipeline))
 
     @property

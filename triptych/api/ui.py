@@ -3,8 +3,11 @@
 The page and its files are for all. The data is for holders of an API key or, where none is configured, for this
 machine (``ui_access.py``). None of it has content of requests."""
 
+import os
+import signal
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -21,6 +24,7 @@ from triptych.api.ui_files import PAGE, takes_gzip, ui_files
 from triptych.api.viewers import MAX_RATE
 from triptych.config.observe import TRACE_ID
 from triptych.errors import InvalidRequest
+from triptych.observe.figures import RANGES
 from triptych.observe.perfetto import trace_events
 from triptych.observe.pipeline import RequestView
 from triptych.observe.request_history import MAX_ENDED, matches
@@ -34,8 +38,11 @@ DAY_MS = 86_400_000.0
 
 def add_endpoints(app: FastAPI, api: ApiContext) -> None:
     """Add the page and its endpoints."""
-    for path, handler in UiEndpoints(api).data.items():
+    endpoints = UiEndpoints(api)
+    for path, handler in endpoints.data.items():
         _add(app, f"{PAGE}/{path}", _guarded(handler), "GET")
+    if api.frontend.http.ui_kills:
+        _add(app, f"{PAGE}/instances/{{name}}/kill", _guarded(endpoints.kill), "POST")
     _add(app, PAGE, _file, "GET", "HEAD")
     _add(app, f"{PAGE}/{{name:path}}", _file, "GET", "HEAD")
 
@@ -110,9 +117,22 @@ class UiEndpoints:
         return _json(trace_events([(view.id, [*view.timeline, *self._current(view)])]))
 
     async def _figures(self, request: Request) -> Response:
-        """The last hour (``Figures``), against the objective of ``ttft_ms`` and ``tpt_ms``."""
+        """The last ``seconds`` (``Figures``), against the objective of ``ttft_ms`` and ``tpt_ms``."""
         to_first, to_next = (_number(request, name, DAY_MS) / 1000 for name in ("ttft_ms", "tpt_ms"))
-        return _json(self._api.history.figures.figures(time.time(), to_first, to_next))
+        back = _number(request, "seconds", 3600)
+        if back not in RANGES:
+            raise InvalidRequest(f"seconds must be one of {', '.join(map(str, RANGES))}", "seconds")
+        return _json(self._api.history.figures.figures(time.time(), to_first, to_next, int(back)))
+
+    async def kill(self, request: Request) -> Response:
+        """Kill an instance of this machine, as a crash would end it."""
+        name = request.path_params["name"]
+        found = next((one for one in self._api.router.membership if one.name == name), None)
+        if found is None:
+            raise HTTPException(404, "no such instance")
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(found.pid, signal.SIGKILL)
+        return Response(status_code=204)
 
     def _find(self, request: Request) -> RequestView:
         if (view := self._api.history.find(request.path_params["id"])) is None:

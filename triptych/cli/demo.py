@@ -99,7 +99,8 @@ def is_free(host: str, port: int) -> bool:
 async def _show_page(config: ServeConfig, topology: Topology, verbose: bool, *, opens: bool) -> int:
     """Ask questions until interrupted, for the page to show."""
     console, tally = Console(stderr=True), Tally()
-    async with started(config, topology, console, verbose) as service:
+    config = dataclasses.replace(config, frontend=config.frontend.having({"ui_kills": True}))
+    async with started(config, topology, console, verbose, restart=True) as service:
         ways = ways_to_see(config.frontend, service.url)
         print(f"The demo model is served as {topology}, until Ctrl-C ends it. See it at work:\n")
         print("".join(f"  {way}\n" for way in ways or (NEEDS_KEY,)), flush=True)

@@ -1,4 +1,5 @@
-"""Keeps asking a service about pictures at a gentle rate, so that there is something to see."""
+"""Keeps asking a service about pictures, in bursts that take about half of the time, so that there is something to
+see."""
 
 import asyncio
 import itertools
@@ -14,9 +15,10 @@ from triptych.measure.load.client import STREAMED, ask
 from triptych.measure.load.pictures import picture
 from triptych.measure.load.questions import content
 
-RATE = 1.5
-"""Questions per second, on average."""
-MOST_AT_ONCE = 6
+BURST = (1.0, 4.0)
+"""Seconds of a burst, and of the calm after it: at least and at most."""
+CLIENTS = 6
+"""Who ask in a burst, each the next question as soon as the last is answered."""
 DRAWN = 2 / 3
 """Share of questions about pictures that no cache has; the others are about the bundled ones."""
 
@@ -49,21 +51,24 @@ def bodies(model: str, rng: random.Random) -> Iterator[bytes]:
 
 
 async def keep_asking(http: httpx.AsyncClient, model: str, tally: Tally, rng: random.Random) -> None:
-    """Ask until cancelled. Questions come at random times, and never more than a few are in flight."""
-    places = asyncio.Semaphore(MOST_AT_ONCE)
+    """Ask until cancelled: in bursts by several clients, and one question at a time in between."""
+    questions, clock = bodies(model, rng), asyncio.get_running_loop().time
 
-    async def ask_one(body: bytes) -> None:
-        async with places:
-            sample = await ask(http, body)
-        if sample.error:
-            tally.failed += 1
-            tally.last_error = sample.error
-        else:
-            tally.answered += 1
+    async def ask_until(end: float) -> None:
+        while clock() < end:
+            sample = await ask(http, next(questions))
+            if sample.error:
+                tally.failed += 1
+                tally.last_error = sample.error
+            else:
+                tally.answered += 1
 
-    async with asyncio.TaskGroup() as group:
-        for body in bodies(model, rng):
-            await asyncio.sleep(rng.expovariate(RATE))
-            async with places:  # waits while all are taken
-                pass
-            group.create_task(ask_one(body))
+    while True:
+        end = clock() + rng.uniform(*BURST)
+        async with asyncio.TaskGroup() as burst:
+            for _ in range(CLIENTS):
+                burst.create_task(ask_until(end))
+        end = clock() + rng.uniform(*BURST)
+        while clock() < end:
+            await asyncio.sleep(rng.uniform(0.1, 1.0))
+            await ask_until(clock() + 1e-3)

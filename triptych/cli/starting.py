@@ -16,15 +16,17 @@ from triptych.topology import Topology
 
 
 @asynccontextmanager
-async def started(config: ServeConfig, topology: Topology, console: Console, verbose: bool) -> AsyncIterator[Service]:
+async def started(
+    config: ServeConfig, topology: Topology, console: Console, verbose: bool, *, restart: bool = False
+) -> AsyncIterator[Service]:
     """Return a service that is ready. The logs of its instances are shown as they come when ``verbose``, otherwise only
-    if the start fails."""
+    if the start fails. Processes that end are started again if ``restart``: a command that asks something wants the
+    reason of a failure, not another try."""
     pin_to_cores(config.engine.cpus.cores)
     kept: list[str] = []
     show = _print_error if verbose else kept.append
-    # a command that asks something wants the reason of a failure, not another try
     with logs.quiet(logging.WARNING, unless=verbose):
-        async with Service(config, topology, show, restart=False) as service:
+        async with Service(config, topology, show, restart=restart) as service:
             try:
                 with console.status(f"starting {topology}"):
                     await service.wait_until_ready()

@@ -43,6 +43,7 @@ class HttpConfig(Settings):
         "serve the page at /ui, which shows the service at work: to holders of an API key or, without keys, to this "
         "machine",
     )
+    ui_kills: bool = setting(False, "let that page kill instances, for a demonstration", internal=True)
     client_header: str = setting(
         "",
         "header by which a trusted proxy names a request's client, for limits per client of a service without keys; "

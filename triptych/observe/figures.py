@@ -1,4 +1,5 @@
-"""Figures of the last hour, in bounded memory: what was measured of each request, by spans of time."""
+"""Figures of the last minutes, hour and day, in bounded memory: what was measured of each request, by spans of
+time."""
 
 import random
 from collections import deque
@@ -8,9 +9,8 @@ from functools import cached_property
 
 from triptych.observe.pipeline import FAILED, Figures, FiguresBucket, RequestView
 
-STEP = 30.0
-"""Seconds of a span."""
-NUM_SPANS = 120
+RANGES = {300: 5.0, 3600: 30.0, 86_400: 600.0}
+"""Seconds that figures go back → seconds of a span."""
 MAX_SAMPLES = 200
 """Requests of a span whose times are kept; of more, a random choice."""
 
@@ -83,23 +83,24 @@ class _Span:
 
 
 class FigureLog:
-    """Counts the requests that have ended in the last hour."""
+    """Counts the requests that have ended in the last day."""
 
     def __init__(self) -> None:
-        self._spans: deque[_Span] = deque(maxlen=NUM_SPANS)
+        self._spans = {back: deque[_Span](maxlen=round(back / step)) for back, step in RANGES.items()}
 
     def add(self, view: RequestView, ended: float) -> None:
         """Count a request that ended then, in seconds since the epoch."""
-        began = ended - ended % STEP
-        if not self._spans or self._spans[-1].began < began:
-            self._spans.append(_Span(began))
-        self._spans[-1].add(view)
+        for back, spans in self._spans.items():
+            began = ended - ended % RANGES[back]
+            if not spans or spans[-1].began < began:
+                spans.append(_Span(began))
+            spans[-1].add(view)
 
-    def figures(self, now: float, to_first: float, to_next: float) -> Figures:
-        """Return the last hour's figures. Good are the answers whose time to the first token, and mean time for each
-        further one, are at most these, in seconds."""
-        recent = [span for span in self._spans if span.began > now - STEP * NUM_SPANS]
-        return Figures(STEP, [span.bucket(to_first, to_next) for span in recent])
+    def figures(self, now: float, to_first: float, to_next: float, back: int = 3600) -> Figures:
+        """Return the figures of the last ``back`` seconds, one of ``RANGES``. Good are the answers whose time to the
+        first token, and mean time for each further one, are at most these, in seconds."""
+        recent = [span for span in self._spans[back] if span.began > now - back]
+        return Figures(RANGES[back], [span.bucket(to_first, to_next) for span in recent])
 
 
 def _quantiles(values: Sequence[float]) -> list[float]:

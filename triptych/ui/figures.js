@@ -1,11 +1,10 @@
-// The figures of the last hour, as charts (uPlot) and as tables.
+// The metrics of the last minutes, hour or day, as charts (uPlot) and as tables.
 
 import { byId, h, say, show } from "./dom.js";
 import { count, duration, hourAndMinute, percent, plural, timeOfDay } from "./format.js";
 import { address, call } from "./net.js";
 
 const EVERY = 5000; // milliseconds between two looks
-const HOUR = 3600;
 const SHORTEST = 300; // seconds that charts show at least
 const BEGUN = 5; // seconds of a span from which its rates are shown
 
@@ -85,7 +84,7 @@ async function refresh() {
   clearTimeout(timer);
   looks += 1;
   const mine = looks;
-  const query = new URLSearchParams({ ttft_ms: byId("objective-first").value || 1000, tpt_ms: byId("objective-token").value || 100 });
+  const query = new URLSearchParams({ seconds: range(), ttft_ms: byId("objective-first").value || 1000, tpt_ms: byId("objective-token").value || 100 });
   try {
     await loadUplot();
     charts ??= CHARTS.map((chart) => new Chart(chart));
@@ -105,9 +104,12 @@ async function refresh() {
   if (isHere && mine === looks) timer = setTimeout(refresh, EVERY);
 }
 
+const range = () => Number(byId("figures-range").value);
+const rangeName = () => `last ${byId("figures-range").selectedOptions[0].text}`;
+
 function draw() {
   const { buckets, step } = latest;
-  say(byId("figures-empty"), "No request has ended in the last hour.");
+  say(byId("figures-empty"), `No request has ended in the ${rangeName()}. Ask something in the playground.`);
   show(byId("figures-empty"), buckets.length === 0);
   show(byId("charts"), buckets.length > 0);
   drawTiles(buckets);
@@ -127,7 +129,7 @@ function drawTiles(buckets) {
   const tokens = latestOf((bucket) => perSecondOf(bucket.num_tokens, bucket));
   const tile = (name, value, note) => h("div", {}, h("dt", { text: name }), h("dd", {}, value, h("small", { text: note })));
   byId("tiles").replaceChildren(
-    tile("Requests ended", count(ended), "last hour"),
+    tile("Requests ended", count(ended), rangeName()),
     tile("Within the objective", ended ? percent(sum("num_good") / ended) : "–", `${plural(sum("num_good"), "request")}`),
     tile("Failed", count(sum("num_failed")), ended ? percent(sum("num_failed") / ended) : ""),
     tile("First token", duration(latestOf((bucket) => at(bucket.time_to_first_token, 0))), "median, latest"),
@@ -200,14 +202,20 @@ class Chart {
     this.data = [filled.map((bucket) => bucket.time), ...this.chart.series.map(([, , value]) => filled.map(value))];
     this.buckets = buckets;
     this.drawPlot();
-    this.latest.replaceChildren(
-      ...this.chart.series.map(([name, variable, value]) => {
-        const key = h("i");
-        key.style.setProperty("--colour", `var(${variable})`);
-        return h("span", {}, key, `${name} ${this.format(latestOf(value))}`);
-      }),
-    );
+    this.showKeys();
     this.fillTable();
+  }
+
+  /** The names of the lines, with the values under the pointer or, without one, the latest. */
+  showKeys() {
+    const index = this.plot?.cursor.idx ?? null;
+    const keys = this.chart.series.map(([name, variable, value], line) => {
+      const key = h("i");
+      key.style.setProperty("--colour", `var(${variable})`);
+      return h("span", {}, key, `${name} ${this.format(index === null ? latestOf(value) : this.data[line + 1][index])}`);
+    });
+    if (index !== null) keys.unshift(h("time", { text: timeOfDay(this.data[0][index]) }));
+    this.latest.replaceChildren(...keys);
   }
 
   format(value) {
@@ -238,17 +246,18 @@ class Chart {
       padding: [10, 24, 0, 0],
       legend: { show: false },
       cursor: { y: false, points: { size: 7 } },
+      hooks: { setCursor: [() => this.showKeys()] },
       scales: { x: { range: () => this.span() }, y: { range: (_, __, max) => [0, top(max ?? 0)] } },
-      axes: [{ ...axis, space: 70, size: 28, values: (_, ticks) => ticks.map(hourAndMinute) }, { ...axis, size: 62, space: 36, values: (_, ticks) => ticks.map((tick) => chart.format(tick)) }],
+      axes: [{ ...axis, space: 56, size: 28, values: (_, ticks) => ticks.map(hourAndMinute) }, { ...axis, size: 62, space: 36, values: (_, ticks) => ticks.map((tick) => chart.format(tick)) }],
       series: [{}, ...chart.series.map(([label, variable], index) => this.series(label, colour(variable), index))],
     };
   }
 
-  /** The last hour, or less while there are no figures of most of it. */
+  /** The range, or less while there are no figures of most of it. */
   span() {
     const { now } = latest;
     const first = this.data[0][0] ?? now;
-    return [Math.max(now - HOUR, Math.min(first, now - SHORTEST)), now];
+    return [Math.max(now - range(), Math.min(first, now - SHORTEST)), now];
   }
 
   series(label, stroke, index) {

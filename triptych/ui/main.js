@@ -115,7 +115,7 @@ function startStream() {
       say(byId("notice-text"), state === "broken" ? `The live view has stopped: ${text}.` : [REFUSALS[status], text].filter(Boolean).join(" "));
       say(byId("notice-button"), status === 401 ? "Enter the key" : "Try again");
       show(byId("notice"), bad);
-      pipeline.setStale(state !== "live");
+      pipeline.setStale(state !== "live", bad);
     },
   );
   byId("notice-button").addEventListener("click", () => {

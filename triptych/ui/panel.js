@@ -1,7 +1,8 @@
 // The panel of one instance.
 
-import { h, reconcile, say, show, svg, tune } from "./dom.js";
+import { announce, h, reconcile, say, show, svg, tune } from "./dom.js";
 import { bytes, count, duration, percent, rate } from "./format.js";
+import { call } from "./net.js";
 import { LETTERS, STAGES, stagesOf } from "./stages.js";
 
 const HISTORY = 60; // seconds of busy share that the curve shows
@@ -34,10 +35,12 @@ export class Panel {
     this.tray.append(this.overflow);
     this.poolList = h("div", { class: "pools" });
     this.why = h("p", { class: "why", hidden: true });
+    this.kill = h("button", { type: "button", class: "kill", "aria-label": `Kill ${instance.name}`, title: "End this process at once, and see what happens", text: "Kill" });
+    this.kill.addEventListener("click", () => call(`ui/instances/${encodeURIComponent(instance.name)}/kill`, (response) => response, { method: "POST" }).catch((error) => announce(error.message)));
     this.element = h(
       "article",
       { class: "panel" },
-      h("header", {}, this.badges, this.name, this.state),
+      h("header", {}, this.badges, this.name, this.state, this.kill),
       h(
         "div",
         { class: "busy" },
@@ -61,7 +64,7 @@ export class Panel {
     if (this.meter.getAttribute("aria-valuenow") !== String(busy)) this.meter.setAttribute("aria-valuenow", busy);
     this.sample(instance.busy);
     this.figure("running", count(instance.running));
-    this.figure("waiting", count(instance.waiting), instance.waiting > 0);
+    this.figure(instance.role === "E" ? "queued" : "assigned", count(instance.waiting), instance.waiting > 0);
     this.figure("step", instance.step_seconds ? duration(instance.step_seconds) : "–");
     this.figure("cache hits", percent(instance.cache_hit_rate));
     this.figure("sent", instance.sent_rate ? rate(instance.sent_rate) : null);

@@ -6,13 +6,14 @@ import { count, dateTime, duration, percent, timeOfDay } from "./format.js";
 import { showFrontends } from "./frontends.js";
 import { Marks } from "./marks.js";
 import { lanesOf, Panel } from "./panel.js";
-import { LETTERS, STAGES, TITLES } from "./stages.js";
+import { LETTERS, STAGES, TITLES, VERDICTS } from "./stages.js";
 
 const SPEAK_EVERY = 15000; // milliseconds between two verdicts that a screen reader hears
 const FIGURES_EVERY = 250; // and between two changes of figures, which are illegible faster
 const VERDICT_EVERY = 1000; // and of the verdict
 const ROW = 4; // pixels of a row of the board's grid
 const GAP = 10; // pixels between panels
+const RECENT = 30; // seconds for which an event stands beside the verdict
 const LOSSES = ["lost", "failed", "restarting", "recovered"];
 
 export class Pipeline {
@@ -36,18 +37,24 @@ export class Pipeline {
     });
   }
 
-  setStale(stale) {
+  /** Without news, the last state is shown as past; when `lost`, it isn't known. */
+  setStale(stale, lost) {
     byId("pipeline").classList.toggle("stale", stale);
+    if (!lost) return;
+    say(byId("service-state"), "unknown: disconnected");
+    byId("service-state").dataset.ready = "";
   }
 
   draw(snapshot) {
     this.drawService(snapshot);
     this.drawVerdict(snapshot.verdict);
-    this.drawEvents(snapshot.events);
+    this.drawFrontend(snapshot.frontend);
+    this.drawEvents(snapshot.events, snapshot.time);
     if (!byId("pipeline").hidden) this.board.update(snapshot);
   }
 
   drawService({ service, time }) {
+    document.body.classList.toggle("kills", service.kills); // panels show their button then
     say(byId("service-model"), service.model);
     byId("service-model").title = `Triptych ${service.version}`;
     say(byId("service-topology"), service.topology || "no instance");
@@ -66,18 +73,35 @@ export class Pipeline {
     this.shownStage = verdict.stage;
     this.verdictDrawn = now;
     if (element.dataset.stage !== verdict.stage) element.dataset.stage = verdict.stage;
-    const title = verdict.stage in TITLES ? `${TITLES[verdict.stage]} binds` : verdict.stage === "client" ? "One client binds" : "Nothing binds";
+    const title = VERDICTS[verdict.stage] ?? VERDICTS[""];
     say(byId("verdict-stage"), title);
     say(byId("verdict-sentence"), withoutPrefix(verdict.sentence, `${title}: `));
     say(byId("verdict-advice"), verdict.advice);
     show(byId("verdict-advice"), verdict.advice !== "");
     if (verdict.stage !== this.spoken.stage && (now - this.spoken.time > SPEAK_EVERY || this.spoken.stage === null)) {
       this.spoken = { time: now, stage: verdict.stage };
-      announce(`${title}. ${verdict.sentence} ${verdict.advice}`);
+      announce(`${verdict.sentence} ${verdict.advice}`);
     }
   }
 
-  drawEvents(events) {
+  drawFrontend({ queued, oldest_wait, saturation, busy }) {
+    const now = performance.now();
+    if (now - (this.frontendDrawn ?? 0) < FIGURES_EVERY) return;
+    this.frontendDrawn = now;
+    say(byId("frontend-preparing"), count(queued));
+    say(byId("frontend-wait"), queued && oldest_wait > 0 ? `being prepared, the first for ${duration(oldest_wait)}` : "being prepared");
+    say(byId("frontend-busy"), busy ? percent(busy) : "under 10\u202f%");
+    say(byId("frontend-saturation"), percent(saturation));
+    tune(byId("frontend-bar"), "--share", Math.min(1, busy));
+    byId("frontend-bar").setAttribute("aria-valuenow", Math.round(busy * 100));
+  }
+
+  drawEvents(events, time) {
+    const last = events.reduce((found, event) => (!found || event.number > found.number ? event : found), null);
+    const isRecent = last !== null && time - last.time < RECENT;
+    show(byId("last-event"), isRecent);
+    if (isRecent) say(byId("last-event"), `${timeOfDay(last.time)} ${last.kind}: ${last.text}`);
+    byId("last-event").dataset.kind = last?.kind ?? "";
     const newest = events.reduce((most, event) => Math.max(most, event.number), -1);
     if (newest === this.newest) return;
     const news = events.filter((event) => this.newest !== null && event.number > this.newest && LOSSES.includes(event.kind));
@@ -138,8 +162,9 @@ class Board {
       for (const stage of STAGES) {
         const view = stages.find((one) => one.name === stage);
         const members = instances.filter((one) => STAGES[lanesOf(one.role)[0]] === stage);
-        const serves = instances.some((one) => one.role.includes(LETTERS[stage]));
-        if (this.lanes.get(stage).update(view, members, serves)) this.dirty = true;
+        const serving = instances.filter((one) => one.role.includes(LETTERS[stage]));
+        const elsewhere = serving.filter((one) => !members.includes(one)).map((one) => one.name);
+        if (this.lanes.get(stage).update(view, members, serving.length > 0, elsewhere)) this.dirty = true;
       }
     }
     if (this.dirty) this.measure();
@@ -191,18 +216,20 @@ class Lane {
     this.busy = h("span", { class: "lane-value" });
     this.saturation = h("span", { class: "lane-value" });
     this.empty = h("p", { class: "empty", text: "No instance" });
+    this.elsewhere = h("span", { class: "elsewhere" }); // on narrow screens, where no panel spans lanes
     const title = `lane-${stage}`;
     this.head = h(
       "header",
       { class: "lane-head" },
       h("h2", { id: title, text: TITLES[stage] }),
-      h("p", { class: "lane-figures" }, h("span", {}, "busy ", this.busy), h("span", { title: "Share of the work that its instances may have which they have" }, "saturation ", this.saturation)),
+      h("p", { class: "lane-figures" }, h("span", {}, "busy ", this.busy), h("span", { title: "Share of the work that its instances may have which they have" }, "saturation ", this.saturation), this.elsewhere),
     );
     this.element = h("section", { class: "lane", data: { stage }, "aria-labelledby": title }, this.head, this.queue, this.empty);
   }
 
   /** Returns whether panels have come or gone, or the queue's text has changed in a way that moves others. */
-  update(view, instances, serves) {
+  update(view, instances, serves, elsewhere) {
+    say(this.elsewhere, elsewhere.length ? `by ${elsewhere.join(", ")}` : "");
     const queued = view?.queued ?? 0;
     say(this.queued, count(queued));
     say(this.wait, queued && view.oldest_wait > 0 ? `wait ${duration(view.oldest_wait)}` : "waiting");

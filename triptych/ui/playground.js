@@ -20,7 +20,13 @@ let isPlanning = false;
 let running = null;
 let language = "curl";
 
-const attachments = new Attachments(changed);
+/** Questions that were answered, in order. What is attached belongs to the first. */
+let turns = [];
+
+const attachments = new Attachments(() => {
+  startAgain();
+  changed();
+});
 
 export async function enter() {
   try {
@@ -38,19 +44,34 @@ async function learnModel() {
   const takes = card.input_modalities ?? ["text"];
   byId("files").accept = takes.filter((one) => one !== "text").map((one) => `${one}/*`).join(",");
   show(byId("drop"), takes.length > 1);
+  show(byId("sample"), takes.includes("image"));
+  byId("max-tokens").max = card.max_model_len;
   drawCode();
 }
 
 export function leave() {}
 
-/** What the form says. */
+/** What the form says. Of media, nothing said asks what the empty field suggests. */
 function settings() {
-  return { question: byId("question").value, max_tokens: Number(byId("max-tokens").value) || 128, temperature: Number(byId("temperature").value) || 0 };
+  const suggested = attachments.list.length && !turns.length ? byId("question").placeholder : "";
+  return { system: byId("system").value, question: byId("question").value || suggested, max_tokens: Number(byId("max-tokens").value) || 128, temperature: Number(byId("temperature").value) || 0 };
 }
 
-function body(parts = attachments.parts(), { question, ...rest } = settings()) {
-  const content = parts.length ? [...parts, { type: "text", text: question }] : question;
-  return { model, messages: [{ role: "user", content }], ...rest, stream: true };
+function body(parts = attachments.parts(), { system, question, ...rest } = settings()) {
+  const said = [...turns, { question, answer: null }].flatMap((turn) => [
+    { role: "user", content: turn.question },
+    { role: "assistant", content: turn.answer },
+  ]);
+  said.pop(); // the answer to come
+  if (parts.length) said[0].content = [...parts, { type: "text", text: said[0].content }];
+  const first = system ? [{ role: "system", content: system }] : [];
+  return { model, messages: [...first, ...said], ...rest, stream: true };
+}
+
+function startAgain() {
+  turns = [];
+  byId("turns").replaceChildren();
+  show(byId("again"), false);
 }
 
 // ---- before --------------------------------------------------------------------------------------------------------
@@ -141,6 +162,7 @@ async function send() {
   running = mine;
   begin();
   const asked = settings();
+  mine.question = asked.question;
   const answered = async () => {
     await learnModel();
     await attachments.sendOnce((parts, hasThem) => ask(mine, body(parts, asked), hasThem));
@@ -180,7 +202,12 @@ function stop() {
   running.stop();
 }
 
+/** The last answer becomes a turn of the conversation, once there is another question. */
 function begin() {
+  if (turns.length) {
+    const { question, answer } = turns.at(-1);
+    byId("turns").append(h("li", {}, h("strong", { text: question }), h("p", { text: answer })));
+  }
   say(byId("answer-text"), "");
   say(byId("reasoning"), "");
   for (const id of ["reasoning", "answer-error", "answer-empty"]) show(byId(id), false);
@@ -258,6 +285,12 @@ function finish(mine) {
   const failed = !byId("answer-error").hidden;
   say(byId("answer-state"), wasStopped ? "stopped" : failed ? "failed" : "complete");
   if (mine.timeline) drawWaterfall(mine, fromAnswer(mine.timeline), (mine.ended - mine.began) / 1000);
+  if (!failed && !wasStopped) {
+    turns.push({ question: mine.question, answer: byId("answer-text").textContent });
+    byId("question").value = "";
+    show(byId("again"), true);
+    changed();
+  }
   if (!failed) announce(wasStopped ? "Stopped" : `Answer: ${byId("answer-text").textContent}`);
   byId("answer-waterfall").append(h("p", {}, h("a", { href: `#requests/${mine.id}`, text: "See it among the requests" })));
 }
@@ -270,8 +303,31 @@ function start() {
   });
   byId("composer").addEventListener("keydown", (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && send());
   byId("stop").addEventListener("click", stop);
-  for (const id of ["question", "max-tokens", "temperature"]) byId(id).addEventListener("input", changed);
+  byId("again").addEventListener("click", () => {
+    startAgain();
+    changed();
+    byId("question").focus();
+  });
+  byId("sample").addEventListener("click", async () => attachments.add([await samplePicture()]));
+  for (const id of ["question", "system", "max-tokens", "temperature"]) byId(id).addEventListener("input", changed);
   startTabs();
+}
+
+/** Three shapes, drawn here: the demo model knows them, and so does any other. */
+async function samplePicture() {
+  const canvas = h("canvas", { width: 224, height: 224 });
+  const draw = canvas.getContext("2d");
+  const filled = (style, path) => {
+    draw.fillStyle = style;
+    draw.beginPath();
+    path();
+    draw.fill();
+  };
+  filled("white", () => draw.rect(0, 0, 224, 224));
+  filled("red", () => draw.arc(62, 66, 40, 0, 2 * Math.PI));
+  filled("blue", () => draw.rect(124, 30, 72, 72));
+  filled("green", () => [[112, 126], [160, 204], [64, 204]].forEach(([x, y]) => draw.lineTo(x, y)));
+  return new File([await new Promise((resolve) => canvas.toBlob(resolve))], "sample.png", { type: "image/png" });
 }
 
 start();

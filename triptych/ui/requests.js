@@ -15,6 +15,8 @@ let looks = 0;
 let selected = "";
 let model = "";
 let isHere = false;
+let latest = [];
+const order = { by: "began", descending: true };
 
 export function enter(id) {
   isHere = true;
@@ -50,11 +52,9 @@ async function refresh(force = false) {
     try {
       const found = await getJson(`ui/requests?${query}`);
       if (mine !== looks) return; // the filters have changed since
-      reconcile(rows, byId("request-rows"), found, (one) => one.id + one.began, (one) => new Row(one));
-      found.sort((a, b) => b.began - a.began);
+      latest = found;
       addClients(found);
-      say(byId("requests-empty"), found.length ? "" : query.size > 1 ? "No request matches." : "No request yet.");
-      show(byId("requests-empty"), found.length === 0);
+      draw();
     } catch (error) {
       if (mine !== looks) return;
       say(byId("requests-empty"), `The list can't be read: ${error.message}`);
@@ -62,6 +62,27 @@ async function refresh(force = false) {
     }
   }
   if (isHere && mine === looks) timer = setTimeout(refresh, EVERY);
+}
+
+/** Shows those of the latest list that match the text, in the chosen order. */
+function draw() {
+  const text = byId("filter-text").value.trim().toLowerCase();
+  const shown = latest.filter((one) => [one.id, one.client, statusOf(one)].some((value) => value.toLowerCase().includes(text)));
+  const sign = order.descending ? -1 : 1;
+  shown.sort((a, b) => sign * ((a[order.by] ?? -1) - (b[order.by] ?? -1)) || b.began - a.began);
+  reconcile(rows, byId("request-rows"), shown, (one) => one.id + one.began, (one) => new Row(one));
+  const filtered = text || ["filter-status", "filter-stage", "filter-client"].some((id) => byId(id).value);
+  say(byId("requests-empty"), shown.length ? "" : filtered ? "No request matches." : "No request yet.");
+  show(byId("requests-empty"), shown.length === 0);
+  say(byId("requests-count"), `${plural(shown.length, "request")} shown`);
+}
+
+function sortBy(head) {
+  order.descending = order.by !== head.dataset.sort || !order.descending;
+  order.by = head.dataset.sort;
+  for (const other of head.parentNode.children) other.removeAttribute("aria-sort");
+  head.setAttribute("aria-sort", order.descending ? "descending" : "ascending");
+  draw();
 }
 
 /** Offers the clients that have been seen. */
@@ -86,6 +107,10 @@ class Row {
     for (const index of [3, 4, 5, 6, 7]) this.cells[index].className = "number";
     this.element = h("tr", {}, began, h("th", { scope: "row" }, this.link), ...this.cells.slice(1));
     this.id = request.id;
+    // the link is what keyboards and screen readers use; a mouse may take the whole row, unless it marks text
+    this.element.addEventListener("click", (event) => {
+      if (event.target !== this.link && getSelection().isCollapsed) this.link.click();
+    });
   }
 
   update(request) {
@@ -183,7 +208,9 @@ async function savePerfetto(id, button) {
 function start() {
   for (const stage of TIMELINE) byId("filter-stage").append(h("option", { value: stage, text: stage }));
   byId("filters").addEventListener("submit", (event) => event.preventDefault());
-  byId("filters").addEventListener("change", () => refresh(true));
+  byId("filters").addEventListener("change", (event) => event.target.id === "filter-text" || refresh(true));
+  byId("filter-text").addEventListener("input", draw);
+  for (const head of document.querySelectorAll(".requests [data-sort]")) head.firstChild.addEventListener("click", () => sortBy(head));
   const close = () => (location.hash = "#requests");
   byId("detail-close").addEventListener("click", close);
   byId("detail").addEventListener("keydown", (event) => event.key === "Escape" && close());

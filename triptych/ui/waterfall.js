@@ -22,10 +22,25 @@ export const fromAnswer = (timeline) =>
 
 const itemName = (item) => (item === null || item === undefined ? "" : ` ${item + 1}`);
 
+const GAP = 0.02; // share of the whole from which a time in which no stage was at work is a row
+
+/** Rows for the times that no row covers: of messages between processes, and of waiting for a turn there. */
+function gapsOf(ordered, length) {
+  const gaps = [];
+  let covered = 0;
+  for (const { from, to } of [...ordered, { from: length, to: length }]) {
+    if (from - covered > GAP * length) gaps.push({ stage: "in between", from: covered, to: from, instance: "–", gap: true });
+    covered = Math.max(covered, to);
+  }
+  return gaps;
+}
+
 /** The table; `total` is the length of its axis in seconds, if it is more than the last row's end. */
 export function waterfall(rows, total = 0) {
-  const ordered = [...rows].sort((a, b) => a.from - b.from || a.to - b.to);
-  const length = Math.max(total, ...ordered.map((row) => row.to), 1e-6);
+  const byTime = (a, b) => a.from - b.from || a.to - b.to;
+  const stages = [...rows].sort(byTime);
+  const length = Math.max(total, ...stages.map((row) => row.to), 1e-6);
+  const ordered = [...stages, ...gapsOf(stages, length)].sort(byTime);
   const axis = h("div", { class: "axis" });
   const step = stepOf(length);
   for (let time = 0; time < length * 0.93; time += step) {
@@ -59,7 +74,7 @@ function waterfallRow(row, length) {
   const stage = isStage(row.stage) ? row.stage : "queue";
   return h(
     "tr",
-    { class: row.running ? "running" : null },
+    { class: row.running ? "running" : row.gap ? "gap" : null, title: row.gap ? "Messages between processes, and waiting for a turn there" : null },
     h("td", {}, h("span", { class: "chip", data: { stage }, text: row.stage + itemName(row.item) })),
     h("td", { text: row.instance || "frontend" }),
     h("td", { class: "number", text: duration(row.to - row.from) }),
