@@ -11,6 +11,13 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 
 from scripts.generated import DOCS, table, with_region
+from triptych.gateway.server_metrics import (
+    SERVER_LABELS,
+    SERVER_LOSSES,
+    SERVER_SERIES,
+    WAITING,
+    WAITING_MEANING,
+)
 from triptych.observe.metrics import PREFIX, Metrics
 from triptych.router.instance_metrics import (
     NUM_INSTANCES,
@@ -38,7 +45,7 @@ def content() -> str:
     stages = [_row(name, "gauge", STAGE_LABELS, meaning) for name, meaning in STAGE_SERIES.items()]
     restarts = _row(RESTARTS, "counter", RESTARTS_LABELS, RESTARTS_MEANING)
     counts = _row(NUM_INSTANCES, "gauge", NUM_INSTANCES_LABELS, NUM_INSTANCES_MEANING)
-    frontend = [*_frontend(), *_watched(), *stages, counts, restarts]
+    frontend = [*_frontend(), *_watched(), *stages, counts, restarts, *_servers()]
     instances = [
         _row(series.name, "counter" if series.counts else "gauge", _labels_of(series), series.meaning)
         for series in SERIES
@@ -47,6 +54,12 @@ def content() -> str:
         f"**Frontend**\n\n{table(HEAD, frontend)}\n\n"
         f"**Instances**, as reported with their heartbeats\n\n{table(HEAD, instances)}"
     )
+
+
+def _servers() -> Iterator[list[str]]:
+    for name, meaning in SERVER_SERIES.items():
+        yield _row(name, "counter" if name == SERVER_LOSSES else "gauge", SERVER_LABELS, meaning)
+    yield _row(WAITING, "gauge", (), WAITING_MEANING)
 
 
 def _frontend() -> Iterator[list[str]]:

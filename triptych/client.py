@@ -23,7 +23,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.models.vllm_grids import GRID_FAMILIES
+from triptych.models.vllm_grids import image_part
 
 Media = str | Path | dict[str, Any]
 """A URL (``https:``, ``data:``, ``file:``), a file of this machine, or a content part as in chats."""
@@ -148,10 +148,7 @@ def vllm_part(item: EncodedItem) -> dict[str, Any]:
     deepstack levels of Qwen3-VL, and answers wrongly or ends: keep its tower for that. Raises ValueError for others."""
     if item.type != "image":
         raise ValueError(f"no part for a {item.type}: only images can be given to vLLM")
-    rows: Any = base64.b64encode(npy(item.rows)).decode()
-    if item.model_type.startswith(GRID_FAMILIES):
-        rows = {"image_embeds": rows, "image_grid_thw": list(item.grid_thw)}
-    return {"type": "image_embeds", "image_embeds": rows, "uuid": item.key}
+    return image_part(base64.b64encode(npy(item.rows)).decode(), item.grid_thw, item.key, item.model_type)
 
 
 def npy(rows: NDArray[Any]) -> bytes:

@@ -79,14 +79,15 @@ class Topology:
     groups: tuple[tuple[Role, int], ...]
 
     @classmethod
-    def parse(cls, text: str) -> "Topology":
-        """Parse a topology such as ``1E1PD``. Raises TopologyError, with the reason, for an invalid one."""
+    def parse(cls, text: str, *, decodes: bool = True) -> "Topology":
+        """Parse a topology such as ``1E1PD``. One that ``decodes`` nothing is for a service whose answers come from
+        servers of others. Raises TopologyError, with the reason, for an invalid one."""
         written = text.strip().upper()
         if not written or _GROUP.sub("", written):
             raise TopologyError(f"topology {text!r} is not a sequence of counts and roles: {_EXAMPLES}")
         groups = tuple((_role(letters, text), int(count)) for count, letters in _GROUP.findall(written))
         topology = cls(groups)
-        topology._check(text)
+        topology._check(text, decodes=decodes)
         return topology
 
     @property
@@ -116,7 +117,7 @@ class Topology:
         if lost := [stage for stage in Stage if stage in self.stages - topology.stages]:
             losses = "; ".join(f"no instance would {_WORK[stage]}" for stage in lost)
             raise TopologyError(f"{losses}: {self} would become {str(topology) or 'nothing'}")
-        topology._check(str(topology))
+        topology._check(str(topology), decodes=Stage.DECODE in self.stages)
         return topology
 
     def __str__(self) -> str:
@@ -128,7 +129,7 @@ class Topology:
         counts = Counter(roles)
         return cls(tuple((role, counts[role]) for role in _ORDER if counts[role]))
 
-    def _check(self, text: str) -> None:
+    def _check(self, text: str, *, decodes: bool) -> None:
         named = [role for role, _ in self.groups]
         if any(count == 0 for _, count in self.groups):
             raise TopologyError(f"topology {text!r} has a group of zero instances")
@@ -136,7 +137,9 @@ class Topology:
             raise TopologyError(f"topology {text!r} names a role twice; write it once, with the total count")
         if sum(count for _, count in self.groups) > MAX_INSTANCES:
             raise TopologyError(f"topology {text!r} has more than {MAX_INSTANCES} instances")
-        if not any(role.decodes for role in named):
+        if not decodes and (wrong := [role for role in named if role is not Role.E]):
+            raise TopologyError(f"topology {text!r} has {wrong[0]}: with --engine there are encode instances (E) alone")
+        if decodes and not any(role.decodes for role in named):
             raise TopologyError(f"topology {text!r} has no instance that decodes: {_EXAMPLES}")
         if any(role.takes_kv for role in named) and not any(role.sends_kv for role in named):
             raise TopologyError(f"topology {text!r} has no prefill instance for its decode instances: {_EXAMPLES}")

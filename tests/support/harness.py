@@ -107,7 +107,7 @@ async def running(
         lease=LeaseConfig(lease_expiry=60.0),
         observe=observe or ObserveConfig(),
     )
-    roles = Topology.parse(topology).roles
+    roles = Topology.parse(topology, decodes=not config.frontend.engines.urls).roles
     async with AsyncExitStack() as stack:
         stack.enter_context(forked_sandbox())
         door = await stack.enter_async_context(Frontend(config, expects_encoders=any(role.encodes for role in roles)))

@@ -132,8 +132,10 @@ def served(
     *,
     engine: EngineConfig = FLOAT32,
     encode: EncodeConfig | None = None,
+    servers: str = "",
     **frontend: Any,
 ) -> Iterator[Served]:
+    """``servers`` is what ``--engine`` names."""
     steps, encoder, preprocessor = Gate(), Gate(), Gate()
 
     def prepare(instance: InstanceProcess) -> None:
@@ -149,7 +151,7 @@ def served(
     thread.start()
     # tests tell clients apart by this header
     settings = {"restart_hold": 0.0, "client_header": "authorization", **frontend}
-    config = FrontendConfig.of(port=0, **settings)
+    config = FrontendConfig.of(port=0, engine=servers, **settings)
     service = running(folder, topology, engine, frontend=config, encode=encode, observe=observe, prepare=prepare)
 
     def on_loop(work: Any) -> Any:

@@ -22,6 +22,7 @@ from triptych.api import (
     completions,
     encode,
     errors,
+    gateway,
     media,
     objects,
     plan,
@@ -79,8 +80,11 @@ def create_app(api: ApiContext) -> FastAPI:
         observers=observers,
         client_header=api.frontend.http.client_header,
     )
-    _add_generation_endpoints(app, api)
-    _add_anthropic_endpoints(app, api)
+    if api.servers is None:
+        _add_generation_endpoints(app, api)
+        _add_anthropic_endpoints(app, api)
+    else:
+        _add_gateway_endpoint(app, api)
     _add_token_endpoints(app, api)
     _add_media_endpoints(app, api)
     _add_service_endpoints(app, api)
@@ -149,6 +153,22 @@ def _add_generation_endpoints(app: FastAPI, api: ApiContext) -> None:
         return JsonResponse(await _cancel_on_disconnect(request, responses.count(api, parsed, context)))
 
     response_endpoints.add_endpoints(app, api)
+
+
+def _add_gateway_endpoint(app: FastAPI, api: ApiContext) -> None:
+    @app.post(
+        gateway.PATH,
+        openapi_extra=request_body(ChatCompletionRequest),
+        responses=stream_responses(objects.ChatCompletion, objects.ChatChunk),
+    )
+    async def chat_completions(request: Request) -> Response:
+        """Passes a conversation on to a language server, its media encoded. With `stream: true`, as events."""
+        text, context = await _read_request(request, api)
+        prepared = await _cancel_on_disconnect(request, gateway.prepare(api, text, context))
+        if not prepared.stream:
+            answer = await _cancel_on_disconnect(request, gateway.full_response(prepared))
+            return Response(answer, media_type="application/json")
+        return await _stream(request, api, gateway.stream_response(prepared), error_event)
 
 
 def _add_anthropic_endpoints(app: FastAPI, api: ApiContext) -> None:

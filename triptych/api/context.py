@@ -16,6 +16,7 @@ from triptych.api.viewers import Viewers
 from triptych.checkpoint.config_files import GENERATION_CONFIG, load_generation_config
 from triptych.config import FrontendConfig
 from triptych.errors import CheckpointError
+from triptych.gateway.servers import Servers
 from triptych.observe.pipeline import ALONE, FrontendNames
 from triptych.observe.request_history import RequestHistory
 from triptych.prompt.media import MediaSource
@@ -111,6 +112,11 @@ class ApiContext:
     def lifecycle(self) -> RequestLifecycle:
         """Where requests are admitted, submitted and ended."""
         return self.router.lifecycle
+
+    @property
+    def servers(self) -> Servers | None:
+        """The language servers of another project that answer; None if instances do."""
+        return self.router.servers
 
     @property
     def input_modalities(self) -> list[str]:

@@ -21,7 +21,7 @@ from triptych.api.plan import media_item
 from triptych.api.schemas import ConversationFields
 from triptych.errors import InvalidRequest
 from triptych.messages.rows import RowLayout
-from triptych.prompt.prompt import PlannedItem
+from triptych.prompt.prompt import PlannedItem, PlannedPrompt
 from triptych.router.request_state import RowAnswer
 from triptych.transfer.memory import Bytes
 
@@ -77,10 +77,18 @@ async def encode(api: ApiContext, request: MediaFields, context: RequestContext)
         context.record, has_media=True, priority=priority, timeout=context.remaining, generates=False
     ):
         prompt, _ = await plan_conversation(api, request, context)
+    return await collect_rows(api, prompt, context, cache_salt=request.cache_salt or "", priority=priority)
+
+
+async def collect_rows(
+    api: ApiContext, prompt: PlannedPrompt, context: RequestContext, *, cache_salt: str, priority: int
+) -> EncodedMedia:
+    """Have a prompt's items encoded, whose rows then belong to the request. Cancels that if it is cancelled. Raises
+    RequestError and ServiceError."""
     layout = api.lifecycle.row_layout()
     context.hold(sum(item.plan.rows for item in prompt.items) * layout.row_bytes)
     stream, answer = api.lifecycle.collect(
-        context.record, prompt, layout, request.cache_salt or "", timeout=context.remaining, priority=priority
+        context.record, prompt, layout, cache_salt, timeout=context.remaining, priority=priority
     )
     try:
         async for _ in stream:
@@ -140,7 +148,7 @@ def _json(encoded: EncodedMedia) -> Iterator[bytes]:
     yield msgspec.json.encode(encoded.head)[:-1] + b',"data":['
     for number, (entry, (_, rows)) in enumerate(zip(_entries(encoded), encoded.items, strict=True)):
         yield (b"," if number else b"") + msgspec.json.encode(entry)[:-1] + b',"rows":"'
-        yield from _base64(_npy(rows, encoded.layout))
+        yield from npy_text(rows, encoded.layout)
         yield b'"}'
     yield b"]}"
 
@@ -148,6 +156,11 @@ def _json(encoded: EncodedMedia) -> Iterator[bytes]:
 def _entries(encoded: EncodedMedia) -> list[dict[str, Any]]:
     width = encoded.layout.width
     return [media_item("embedding", item) | {"shape": [item.plan.rows, width]} for item, _ in encoded.items]
+
+
+def npy_text(rows: Bytes, layout: RowLayout) -> Iterator[bytes]:
+    """Yield a NumPy file of rows in base64, in pieces."""
+    yield from _base64(_npy(rows, layout))
 
 
 def _npy(rows: Bytes, layout: RowLayout) -> Iterator[bytes]:

@@ -57,8 +57,8 @@ class Readiness:
             return "the service is shutting down"
         if not self._router.availability.can_serve:
             return self._router.availability.missing_stages() or "a stage has no instance"
-        if self._shown_by_clients():
-            return ""
+        if self._router.servers is not None or self._shown_by_clients():
+            return ""  # servers of others are checked all the time
         if self._age() > (FRESH_FAILURE_SECONDS if self._reason else FRESH_SECONDS) and self._probe is None:
             self._probe = asyncio.create_task(self._run_probe())  # outlives the poll that started it
         if self._probe is not None and (self._reason or self._age() > STALE_SECONDS):

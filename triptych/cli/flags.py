@@ -49,6 +49,8 @@ from triptych.topology import Role, Topology
 
 TEXT_ONLY = "1PD"
 """The default topology of a model that takes no media."""
+ENCODERS_ONLY = "1E"
+"""The default topology of a service whose answers come from servers of others."""
 
 DEMO = "demo"
 """Name of the bundled model, accepted wherever a command takes a MODEL."""
@@ -339,8 +341,10 @@ def check_controls(given_as: str, addresses: str, cluster: ClusterConfig) -> lis
 
 
 def topology(arguments: argparse.Namespace, config: ServeConfig, default: str) -> Topology:
-    """Return the topology asked for, or else ``default``, or ``TEXT_ONLY`` for a text-only model. Raises TopologyError
-    and CheckpointError."""
+    """Return the topology asked for, or else ``default``, ``TEXT_ONLY`` for a text-only model, or ``ENCODERS_ONLY``
+    with --engine. Raises TopologyError and CheckpointError."""
+    if config.frontend.engines.urls:
+        return Topology.parse(arguments.topology or ENCODERS_ONLY, decodes=False)
     if arguments.topology is None and not family_of(load_config(config.model)).takes_media:
         return Topology.parse(TEXT_ONLY)
     return Topology.parse(arguments.topology or default)

@@ -85,6 +85,7 @@ def _summary(status: Status) -> str:
     state = "draining" if status.draining else "ready" if status.ready else "not ready"
     change = f"\n{status.change}" if status.change else ""
     topology = str(Topology.of(one.role for one in status.instances if not one.draining)) or "no instances"
+    topology += f" + {len(status.servers)} vLLM" if status.servers else ""
     return f"{state}, {topology}, {status.requests} requests, model {status.model.digest}{change}"
 
 
@@ -105,6 +106,9 @@ def _table(status: Status) -> Table:
             role = str(process.role or "frontend")
             state, restarts = _state(process), str(process.restarts)
             table.add_row(process.name, role, "", "", state, "", restarts, *[process.node] * remote)
+    for server in status.servers:
+        work = f"{server.running} running" if server.state == "serving" else f"{server.state}: {server.why}"
+        table.add_row(server.name, "vLLM", "", server.url, work, "", str(server.losses), *[""] * remote)
     for spare in status.spares:
         state = f"free: {spare.asks}" if spare.node else f"pending: {spare.pending or spare.asks}"
         table.add_row("spare place", "", "", "", state, "", "", spare.node)

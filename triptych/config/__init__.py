@@ -10,6 +10,7 @@ from triptych.config.cluster import ClusterConfig
 from triptych.config.cpu_set import CpuSet
 from triptych.config.encode import EncodeConfig
 from triptych.config.engine import DTYPES, ENCODER_QUANTIZATIONS, KV_CACHE_DTYPES, QUANTIZATIONS, EngineConfig
+from triptych.config.engines import EnginesConfig
 from triptych.config.frontend import FrontendConfig
 from triptych.config.frontend_spec import FrontendSpec
 from triptych.config.http import HttpConfig
@@ -36,6 +37,7 @@ CONFIG_GROUPS: tuple[type[Settings], ...] = (
     TlsConfig,
     CorsConfig,
     ResponsesConfig,
+    EnginesConfig,
     EngineConfig,
     EncodeConfig,
     TransferConfig,
@@ -64,6 +66,7 @@ __all__ = [
     "CpuSet",
     "EncodeConfig",
     "EngineConfig",
+    "EnginesConfig",
     "FrontendConfig",
     "FrontendSpec",
     "HttpConfig",

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from triptych.config.admission import AdmissionConfig
+from triptych.config.engines import EnginesConfig
 from triptych.config.http import HttpConfig
 from triptych.config.media import MediaConfig, MediaFetchConfig
 from triptych.config.responses import ResponsesConfig
@@ -24,6 +25,7 @@ class FrontendConfig:
     tls: TlsConfig = field(default_factory=TlsConfig)
     cors: CorsConfig = field(default_factory=CorsConfig)
     responses: ResponsesConfig = field(default_factory=ResponsesConfig)
+    engines: EnginesConfig = field(default_factory=EnginesConfig)
 
     @classmethod
     def of(cls, **settings: Any) -> "FrontendConfig":

@@ -126,6 +126,20 @@ class InstanceStatus(Struct, frozen=True):
     """Whether it gets nothing new, and leaves once it has finished its work."""
 
 
+class ServerStatus(Struct, frozen=True):
+    """A language server of another project, as the frontend sees it."""
+
+    name: str
+    url: str
+    state: Text
+    """A ``gateway.servers.ServerState``."""
+    why: Text = ""
+    """Why it isn't serving."""
+    running: Count = 0
+    """Requests that it has."""
+    losses: Count = 0
+
+
 class Status(Struct, frozen=True, tag=True):
     """Frontend → operator: the service's status."""
 
@@ -142,6 +156,8 @@ class Status(Struct, frozen=True, tag=True):
     """The change of the processes that is in progress, and what it does; empty without one."""
     spares: list[SparePlace] = []
     """The places that supervisors keep free, or wait for."""
+    servers: list[ServerStatus] = []
+    """The language servers that answer in place of instances."""
 
 
 class SetRole(Struct, frozen=True, tag=True):

@@ -97,6 +97,12 @@ class Metrics:
         generation.last_token = now
         generation.num_tokens += count
 
+    def received_whole(self, generation: ChoiceRecord, count: int) -> None:
+        """Count the tokens of an answer that came as a whole: when each was made isn't known."""
+        generation.num_tokens += count
+        if generation.counted:
+            self._generation_tokens.inc(count)
+
     def ended(self, generation: ChoiceRecord) -> None:
         """Observe a generation that has its finish reason."""
         if not generation.counted:
@@ -111,7 +117,7 @@ class Metrics:
         if generation.finish_reason in ("abort", "error"):
             return
         self._end_to_end.observe(generation.now() - generation.arrived)
-        if generation.num_tokens > 1:
+        if generation.num_tokens > 1 and generation.first_token:
             self._per_token.observe((generation.last_token - generation.first_token) / (generation.num_tokens - 1))
 
     def reencoded(self) -> None:

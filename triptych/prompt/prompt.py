@@ -271,6 +271,24 @@ class PromptBuilder:
             lora=self._lora(plans),
         )
 
+    def build_items(self, messages: Sequence[Message], texts: Mapping[str, Any]) -> PlannedPrompt:
+        """Plan the media of a conversation whose prompt another engine makes: the items in the request's order, and no
+        tokens. ``texts`` are what else gets into that prompt. Raises as ``build``."""
+        self._refuse_media_tokens(messages, "messages")
+        for name, value in texts.items():
+            self._refuse_media_tokens(value, name)
+        media = list(self._plan_media(messages))
+        _check_length(1 + sum(one.plan.rows for one in media), self.context_length, "messages", is_least=True)
+        placements = [Placement((Span(0, one.plan.rows),)) for one in media]
+        return PlannedPrompt(
+            tokens=[],
+            positions=self.planner.positions(0, [], []),
+            items=tuple(
+                PlannedItem(self._key(one.data, one.plan), one.data, one.plan, placement, one.param, one.number)
+                for one, placement in zip(media, placements, strict=True)
+            ),
+        )
+
     def build_text(
         self,
         prompt: str | Sequence[int],

@@ -2,6 +2,7 @@
 
 from triptych.clock import Clock
 from triptych.errors import MediaNotServed, TriptychError, Unavailable
+from triptych.gateway.servers import Servers
 from triptych.router.membership import Membership
 from triptych.router.request_state import RequestPhase, RequestState
 from triptych.topology import Stage
@@ -10,16 +11,22 @@ from triptych.topology import Stage
 class Availability:
     """What the registered instances can serve together, now or soon."""
 
-    def __init__(self, membership: Membership, *, expects_encoders: bool, clock: Clock) -> None:
-        """``expects_encoders`` is False for a topology without encode instances, which serves text only."""
+    def __init__(
+        self, membership: Membership, *, expects_encoders: bool, servers: Servers | None = None, clock: Clock
+    ) -> None:
+        """``expects_encoders`` is False for a topology without encode instances, which serves text only. ``servers``
+        answer in place of language instances."""
         self._membership = membership
         self._expects_encoders = expects_encoders
+        self._servers = servers
         self._clock = clock
 
     @property
     def can_serve(self) -> bool:
         """Whether every stage has an instance."""
         encodes = self._membership.encode_instances() or not self._expects_encoders
+        if self._servers is not None:
+            return bool(encodes and not self._servers.missing)
         return bool(self._membership.serving_instances() and encodes)
 
     @property
@@ -38,7 +45,12 @@ class Availability:
         needed = [stage for stage in Stage if self._expects_encoders or stage is not Stage.ENCODE]
         served = {stage for instance in self._membership if instance.takes_work for stage in instance.role.stages}
         now, launched = self._clock.now(), self._membership.launched
-        return "; ".join(launched.why_missing(stage, now) for stage in needed if stage not in served)
+        if self._servers is not None:
+            needed = [Stage.ENCODE]
+        reasons = [launched.why_missing(stage, now) for stage in needed if stage not in served]
+        if self._servers is not None and self._servers.missing:
+            reasons.append(self._servers.missing)
+        return "; ".join(reasons)
 
     def unavailable(self, *, has_media: bool, generates: bool = True) -> TriptychError | None:
         """Return why no instance can serve a request, now or soon; None if one can. One whose items are only encoded

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from triptych.clock import Clock
+from triptych.gateway.servers import Servers
 from triptych.messages.codec import Message
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.operations import (
@@ -35,6 +36,7 @@ class OperatorMessages:
         availability: Availability,
         role_changes: RoleChanges,
         identity: ModelIdentity,
+        servers: Servers | None = None,
         notify: Callable[[Address, Message], None],
         reply: Callable[[Address, Message], None],
         clock: Clock,
@@ -46,6 +48,7 @@ class OperatorMessages:
         self._availability = availability
         self._role_changes = role_changes
         self._identity = identity
+        self._servers = servers
         self._notify = notify
         self._reply = reply
         self._clock = clock
@@ -71,6 +74,7 @@ class OperatorMessages:
             self._launched.processes(now),
             self._launched.change(now),
             self._launched.spares(now),
+            [one.status() for one in self._servers or ()],
         )
         self._reply(message.reply_to, status)
 

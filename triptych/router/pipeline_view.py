@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from triptych import __version__
+from triptych.gateway.servers import Server
 from triptych.messages.operations import LaunchedInstance
 from triptych.messages.stats import InstanceStats
 from triptych.observe.pipeline import (
@@ -26,7 +27,7 @@ from triptych.router.stage_metrics import saturation
 from triptych.router.stats_history import MEMORY
 from triptych.router.verdict import FRONTEND, verdict
 from triptych.running_time import STILL_SECONDS
-from triptych.topology import Stage, Topology
+from triptych.topology import Role, Stage, Topology
 
 IDLE = 0.1
 """Busy share of the frontend below which it counts as idle: its viewers and heartbeats alone would be news."""
@@ -77,7 +78,11 @@ class PipelineView:
             service=service,
             frontend=self._frontend(now),
             stages=[self._stage(stage, joined, now) for stage in Stage],
-            instances=[*joined.values(), *map(_expected, router.membership.expected(now))],
+            instances=[
+                *joined.values(),
+                *map(_expected, router.membership.expected(now)),
+                *map(_server, router.servers or ()),
+            ],
             requests=request_marks(router.membership, router.lifecycle, self._epoch),
             events=list(router.events),
             verdict=found,
@@ -182,6 +187,24 @@ def _expected(one: LaunchedInstance) -> InstanceView:
         restarts=one.restarts,
         node=one.node,
         pending=one.pending,
+    )
+
+
+def _server(one: Server) -> InstanceView:
+    return InstanceView(
+        name=one.name,
+        role=Role.PD,
+        state=one.state,
+        busy=0.0,
+        running=one.running,
+        waiting=0,
+        step_seconds=0.0,
+        pools=[],
+        received_rate=0.0,
+        sent_rate=0.0,
+        cache_hit_rate=None,
+        restarts=one.losses,
+        node=one.url,
     )
 
 

@@ -7,6 +7,8 @@ from typing import Any
 from triptych.clock import Clock
 from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.errors import DeadlineExceeded, TriptychError
+from triptych.gateway.server_metrics import ServerCollector
+from triptych.gateway.servers import Servers
 from triptych.job_faults import Culprit
 from triptych.messages.codec import Message, Send
 from triptych.messages.identity import ModelIdentity
@@ -56,21 +58,23 @@ class Router:
         lease: LeaseConfig,
         expects_encoders: bool = True,
         open_collector: OpenCollector | None = None,
+        servers: Servers | None = None,
         clock: Clock,
     ) -> None:
         """``address`` is this frontend's own, where instances answer. ``disconnect`` closes the connection to an
         address. ``identity`` is that of the served model. ``expects_encoders`` is False for a topology without encode
         instances, which serves text only. ``open_collector`` is called once rows are an answer; None if
-        they never are."""
+        they never are. ``servers`` answer in place of language instances; None if instances do."""
+        self.servers = servers
         self.membership = Membership(lease.lease_expiry, admission.restart_hold)
         self.metrics = Metrics()
         self.events = EventLog(clock)
-        self.metrics.registry.register(InstanceCollector(self.membership))
-        self.metrics.registry.register(TopologyCollector(self.membership, clock))
         self.launcher_view = self.membership.launched
         """What supervisors say of the processes that they keep running."""
-        self.metrics.registry.register(RestartCollector(self.launcher_view))
-        self.availability = Availability(self.membership, expects_encoders=expects_encoders, clock=clock)
+        self._collect(clock)
+        self.availability = Availability(
+            self.membership, expects_encoders=expects_encoders, servers=servers, clock=clock
+        )
         self._address = address
         self._send = send
         self._disconnect = disconnect
@@ -104,6 +108,16 @@ class Router:
         self.metrics.registry.register(stages)
         self._handlers, self._instances = self._make_handlers(identity, lease)
 
+    def _collect(self, clock: Clock) -> None:
+        """Have metrics and events tell of instances and servers."""
+        registry = self.metrics.registry
+        registry.register(InstanceCollector(self.membership))
+        registry.register(TopologyCollector(self.membership, clock))
+        registry.register(RestartCollector(self.launcher_view))
+        if self.servers is not None:
+            self.servers.tell = self.events.add
+            registry.register(ServerCollector(self.servers))
+
     def _make_handlers(
         self, identity: ModelIdentity, lease: LeaseConfig
     ) -> tuple[dict[type[Any], Callable[[Any], None]], InstanceMessages]:
@@ -129,6 +143,7 @@ class Router:
             availability=self.availability,
             role_changes=role_changes,
             identity=identity,
+            servers=self.servers,
             notify=self._notify,
             reply=self._reply,
             clock=self.clock,

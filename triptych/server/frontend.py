@@ -7,6 +7,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -22,12 +23,14 @@ from triptych.api.uuid_cache import UuidMediaCache
 from triptych.checkpoint.config_files import load_config
 from triptych.clock import Clock, SystemClock
 from triptych.config import FrontendConfig, MediaConfig, ObserveConfig, ServeConfig
-from triptych.errors import BadAddress, InstanceLost, StartError, TriptychError
+from triptych.errors import BadAddress, ConfigError, InstanceLost, StartError, TriptychError
+from triptych.gateway.servers import Probe, Servers
 from triptych.messages.channel import Channel, endpoint_of
 from triptych.messages.codec import Send
 from triptych.messages.rows import RowLayout
 from triptych.messages.work import Deregister, FrontendEnding, HandingOver
-from triptych.models.registry import family_of
+from triptych.models.registry import family_of, identity_of
+from triptych.models.vllm_grids import FAMILIES
 from triptych.observe.pipeline import ALONE, FrontendNames
 from triptych.observe.request_log import RequestLog
 from triptych.prompt.caps import AudioLimits, MediaCaps, VideoLimits
@@ -54,6 +57,8 @@ LAST_RESPONSES = 1
 """Seconds for responses to reach their clients at shutdown."""
 MAX_WAIT = 5.0
 """Most seconds until a frontend that was started again accepts connections, with or without instances."""
+PROBE_TEXT = "Ærø, 1234567890: 日本語 \U0001f600 def f(x):\n\treturn x**2"
+"""Which tokens it has tells tokenizers apart."""
 
 
 @dataclass(frozen=True)
@@ -93,17 +98,16 @@ class Frontend:
         a second one, which no other frontend shares. ``among`` are all frontends of its supervisor.
         ``awaits_instances`` and ``takes_over`` are as in ``FrontendSpec``."""
         self._supervised = listener is not None
-        self._awaits_instances = awaits_instances
-        self._takes_over = [endpoint_of(one) for one in takes_over]
-        self._taken: list[Address] = []
-        self._config = config
+        self._awaits_instances, self._config = awaits_instances, config
+        self._takes_over, self._taken = [endpoint_of(one) for one in takes_over], list[Address]()
         builder = _prompt_builder(config)
+        clock = SystemClock()
+        servers = _language_servers(config, builder, clock)
         config.frontend.tls.check_files()
         self._media = _media_source(config.frontend)
         self._responses = ResponseStore(config.frontend.responses) if config.frontend.responses.response_store else None
         self._socket = listener or listen(config.frontend.http)
         self._sockets = [self._socket, *([own_listener] if own_listener else [])]
-        clock = SystemClock()
         self.channel = _open_channel(config, clock, config.cluster.secret(), self._socket)
         self.router = Router(
             address=self.channel.address,
@@ -114,6 +118,7 @@ class Frontend:
             lease=config.lease,
             expects_encoders=expects_encoders and family_of(load_config(config.model)).takes_media,
             open_collector=partial(_open_collector, config, self.channel.address, clock),
+            servers=servers,
             clock=clock,
         )
         self._log, self._traces = _open_log(config.observe), _open_traces(config.observe.otlp_traces_endpoint)
@@ -153,6 +158,8 @@ class Frontend:
         asyncio.get_running_loop().add_reader(self.channel.fileno(), self._take_messages)
         self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._serve())]
         self._taking_over = asyncio.create_task(self._take_over())
+        if self.router.servers is not None:
+            self.router.servers.start()
         return self
 
     async def __aexit__(
@@ -178,6 +185,8 @@ class Frontend:
         await asyncio.gather(*self._tasks, self._taking_over, return_exceptions=True)
         # responses that the server has cancelled still have to release their requests
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
+        if self.router.servers is not None:
+            await self.router.servers.close()
         self._media.web.close()
         self.api.executor.close()
         self.api.grammars.close()
@@ -328,6 +337,24 @@ def _open_collector(config: ServeConfig, address: Address, clock: Clock, layout:
         for fabric in fabrics:
             fabric.close()
         raise
+
+
+def _language_servers(config: ServeConfig, builder: PromptBuilder, clock: Clock) -> Servers | None:
+    """Return the servers that answer, or None if instances do."""
+    if not config.frontend.engines.urls:
+        return None
+    if not builder.model_type.startswith(FAMILIES):
+        raise ConfigError(f"--engine: vLLM takes no rows of {builder.model_type}; it does of {', '.join(FAMILIES)}")
+
+    def check_root(root: str) -> str:
+        """Compare the checkpoint at a path of this machine."""
+        folder = Path(root)
+        if not folder.is_absolute() or folder == config.model or not (folder / "config.json").is_file():
+            return ""
+        return builder.identity.difference(identity_of(folder))
+
+    probe = Probe(PROBE_TEXT, builder.tokenizer.encode(PROBE_TEXT), check_root)
+    return Servers(config.frontend.engines, probe, hold=config.frontend.admission.restart_hold, clock=clock)
 
 
 def _prompt_builder(config: ServeConfig) -> PromptBuilder:

@@ -1,0 +1,442 @@
+"""A service whose answers come from vLLM servers: what is passed on, what is refused, and what becomes of requests when
+servers fail."""
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
+from tests.support.tiny import make_tiny
+from tests.support.vllm_server import VllmServer, vllm_server
+from triptych.client import EncodeClient
+from triptych.config import EnginesConfig
+from triptych.errors import ConfigError, TopologyError
+from triptych.gateway.servers import ServerState
+from triptych.topology import Topology
+
+WORDS = "one two three"
+
+
+def gateway(folder: Path, *servers: VllmServer, topology: str = "1E", **settings: Any) -> Any:
+    urls = ",".join(server.url for server in servers)
+    return served(folder, topology, engine_requests=4, servers=f"vllm={urls}", **{"restart_hold": 30.0} | settings)
+
+
+def states(service: Served) -> list[str]:
+    return [str(server.state) for server in service.running.frontend.router.servers or ()]
+
+
+def ready(service: Served, number: int = 1) -> None:
+    wait_for(lambda: states(service).count("serving") == number)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    """Servers are looked after often."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("triptych.gateway.servers.CHECK_SECONDS", 0.05)
+        yield
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Iterator[tuple[Served, VllmServer]]:
+    with vllm_server(folder) as server, gateway(folder, server) as service:
+        ready(service)
+        yield service, server
+
+
+@pytest.fixture
+def both(pair: tuple[Served, VllmServer]) -> Iterator[tuple[Served, VllmServer]]:
+    """One service and its server; fails a test that leaves requests behind."""
+    service, server = pair
+    ready(service)
+    server.opened.clear()
+    server.bodies.clear()
+    server.headers.clear()
+    server.num_gone = 0
+    yield pair
+    server.opened.set()
+    server.behaviours.clear()
+    service.settle()
+    wait_for(lambda: not server.running)
+    assert not any(one.running for one in service.running.frontend.router.servers or ())
+
+
+# ── what is passed on ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_chat_is_passed_on_as_it_came(both: tuple[Served, VllmServer]) -> None:
+    service, server = both
+    fields = {
+        "model": service.model,
+        "messages": [{"role": "user", "content": "Hi", "name": "x"}, {"role": "tool", "content": [text_part("a")]}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+        "guided_something": {"deep": [1, None, "é"]},
+        "temperature": 0.25,
+        "cache_salt": "s",
+    }
+    with service.client() as client:
+        response = client.post(CHAT, json=fields, headers={"x-request-id": "mine"})
+    assert response.status_code == 200
+    assert response.json()["choices"][0]["message"]["content"] == WORDS
+    (body,), (headers,) = server.bodies, server.headers
+    assert body == fields | {"model": server.model}
+    assert headers["x-request-id"] == "mine"
+    assert "authorization" not in headers
+
+
+def test_events_are_passed_on_as_they_came(both: tuple[Served, VllmServer]) -> None:
+    service, server = both
+    server.behaviours.append("pause")
+    with service.client() as client, client.stream("POST", CHAT, json=service.body(stream=True)) as response:
+        lines = response.iter_lines()
+        first = next(lines)
+        assert json.loads(first.removeprefix("data: "))["extra"] == "as it came"
+        server.opened.set()
+        rest = [line for line in lines if line]
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert [json.loads(one[6:])["choices"][0]["delta"]["content"] for one in [first, *rest[:-1]]] == WORDS.split()
+    assert rest[-1] == "data: [DONE]"
+
+
+def test_rows_take_the_place_of_images(both: tuple[Served, VllmServer]) -> None:
+    service, server = both
+    pictures = [image(96, 64), image(64, 96, 1)]
+    first, second = map(image_part, pictures)
+    answer = service.text([text_part("a"), first, text_part("b"), second, first])
+    assert answer == WORDS
+    (body,) = server.bodies
+    (message,) = body["messages"]
+    kinds = [part["type"] for part in message["content"]]
+    assert kinds == ["text", "image_embeds", "text", "image_embeds", "image_embeds"]
+    with EncodeClient(service.url) as client:
+        items = client.encode(first, second, first)
+    sent = [part for part in message["content"] if part["type"] == "image_embeds"]
+    for part, item in zip(sent, items, strict=True):
+        assert part["uuid"] == item.key
+        assert part["image_embeds"]["image_grid_thw"] == list(item.grid_thw)
+        rows = np.lib.format.read_array(io.BytesIO(base64.b64decode(part["image_embeds"]["image_embeds"])))
+        assert np.array_equal(rows, item.rows)
+    assert "mm_processor_kwargs" not in body
+
+
+def test_families_without_a_grid_send_rows_alone(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "llava", "llava")
+    with vllm_server(folder) as server, gateway(folder, server) as service:
+        ready(service)
+        assert service.text([image_part(), text_part("x")]) == WORDS
+        (part, _) = server.bodies[0]["messages"][0]["content"]
+        assert isinstance(part["image_embeds"], str)
+
+
+def test_pictures_are_known_by_name(both: tuple[Served, VllmServer]) -> None:
+    service, server = both
+    service.text([image_part() | {"uuid": "cat"}])
+    service.text([{"type": "image_url", "image_url": None, "uuid": "cat"}])
+    first, second = (body["messages"][0]["content"][0]["uuid"] for body in server.bodies)
+    assert first == second
+    assert first != "cat"
+
+
+def test_names_of_adapters_are_the_servers(both: tuple[Served, VllmServer]) -> None:
+    service, server = both
+    service.text(model="adapter")
+    service.text(model="default")
+    assert [body["model"] for body in server.bodies] == ["adapter", server.model]
+    refused = service.post(model="another")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (404, "model")
+
+
+def test_refusals_are_passed_on(both: tuple[Served, VllmServer]) -> None:
+    service, server = both
+    for stream in (False, True):
+        server.behaviours.append("400")
+        error = service.post(stream=stream, top_k=-7)
+        assert error.status_code == 400
+        assert error.json()["error"] == {
+            "message": "vLLM says no", "type": "invalid_request_error", "param": "top_k", "code": "invalid_value"
+        }  # fmt: skip
+    assert len(server.bodies) == 2
+
+
+# ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"ec_transfer_params": {"triptych": "x"}}, "ec_transfer_params"),
+        ({"kv_transfer_params": {}}, "kv_transfer_params"),
+        ({"vllm_xargs": {"ec_transfer_params": "x"}}, "vllm_xargs.ec_transfer_params"),
+        ({"chat_template": "{{ '<|image' + '_pad|>' }}"}, "chat_template"),
+        ({"media_io_kwargs": {"video": {}}}, "media_io_kwargs"),
+        ({"stream": "yes"}, "stream"),
+        ({"model": 3}, "model"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"messages": "x"}, "messages"),
+        ({"messages": [3]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"tools": [{"type": "function", "function": {"name": "<|image_pad|>"}}]}, "tools[0].function.name"),
+        ({"mm_processor_kwargs": {"min_pixels": -1}}, "mm_processor_kwargs.min_pixels"),
+    ],
+)
+def test_fields_that_clients_may_not_send(both: tuple[Served, VllmServer], fields: dict[str, Any], param: str) -> None:
+    service, server = both
+    response = service.post(**fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert not server.bodies
+
+
+@pytest.mark.parametrize(
+    ("part", "param"),
+    [
+        ({"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "x"}, "type"),
+        ({"type": "prompt_embeds", "data": "x"}, "type"),
+        ({"type": "video_url", "video_url": {"url": "data:,"}}, "type"),
+        ({"image_url": "data:,"}, "type"),
+        ("text", "type"),
+        ({"type": "text", "text": "x", "uuid": "forged"}, "uuid"),
+        ({"type": "text", "text": "<|image_pad|>"}, "text"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "image_url.url"),
+        ({"type": "image_url", "image_url": {"url": "http://example.com/x.png"}}, "image_url.url"),
+        ({"type": "image_url", "image_url": None}, "image_url"),
+    ],
+)
+def test_parts_that_clients_may_not_send(both: tuple[Served, VllmServer], part: Any, param: str) -> None:
+    service, server = both
+    response = service.post([text_part("a"), part])
+    assert (response.status_code, response.json()["error"]["param"]) == (400, f"messages[0].content[1].{param}")
+    assert not server.bodies
+
+
+def test_what_is_no_json_is_refused(both: tuple[Served, VllmServer]) -> None:
+    service, _ = both
+    with service.client() as client:
+        for text in (b"{", b"[]", b'{"messages": [{"role": "user", "content": NaN}]}', b"[" * 1000):
+            assert client.post(CHAT, content=text).status_code == 400
+
+
+def test_only_chats_are_served(both: tuple[Served, VllmServer]) -> None:
+    service, _ = both
+    with service.client() as client:
+        assert client.post("/v1/messages", json={}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ("sglang=http://a:1", "doesn't begin with vllm="),
+        ("vllm=", "is not http://HOST:PORT"),
+        ("vllm=http://a:1/x", "is not http://HOST:PORT"),
+        ("vllm=http://u:p@a:1", "is not http://HOST:PORT"),
+        ("vllm=http://a:1,http://a:1/v1", "twice"),
+    ],
+)
+def test_servers_are_named_by_urls(engine: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        EnginesConfig(engine=engine)
+    assert EnginesConfig(engine="vllm=http://a:1/v1, https://[::1]:2/").urls == ("http://a:1", "https://[::1]:2")
+
+
+def test_only_encode_instances_stand_before_a_server(tmp_path: Path) -> None:
+    assert str(Topology.parse("2E", decodes=False)) == "2E"
+    assert str(Topology.parse("1E", decodes=False).scaled({Topology.parse("1E1PD").roles[0]: 3})) == "3E"
+    with pytest.raises(TopologyError, match="encode instances"):
+        Topology.parse("1E1PD", decodes=False)
+    folder = make_tiny(tmp_path / "gemma3", "gemma3")
+    with (
+        vllm_server(folder) as server,
+        pytest.raises(ConfigError, match="takes no rows of gemma3"),
+        gateway(folder, server),
+    ):
+        pass
+
+
+# ── servers that are others, or fail ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_servers_of_another_model_get_nothing(folder: Path, tmp_path: Path) -> None:
+    other = make_tiny(tmp_path / "other", "qwen2_5_vl")
+    with ExitStack() as stack:
+        own = stack.enter_context(vllm_server(folder))
+        tokenizer = stack.enter_context(vllm_server(folder, tokens=[1, 2]))
+        weights = stack.enter_context(vllm_server(folder, root=str(other)))
+        service = stack.enter_context(gateway(folder, weights, tokenizer, own))
+        wait_for(lambda: states(service) == ["refused", "refused", "serving"])
+        for _ in range(4):
+            service.text()
+        assert not weights.bodies
+        assert not tokenizer.bodies
+        why = [one.why for one in service.running.frontend.router.servers or ()]
+        assert "another checkpoint: weights" in why[0]
+        assert "tokenizer" in why[1]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "stream"),
+    [(one, stream) for one in ("500", "429", "break") for stream in (False, True)]
+    + [("html", False), ("garbage", True), ("error", True)],
+)
+def test_a_request_goes_on_elsewhere(folder: Path, behaviour: str, stream: bool) -> None:
+    with vllm_server(folder) as one, vllm_server(folder) as two, gateway(folder, one, two) as service:
+        ready(service, 2)
+        one.behaviours.append(behaviour)
+        response = service.post(stream=stream)
+        assert response.status_code == 200
+        assert "three" in response.text
+        assert (len(one.bodies), len(two.bodies)) == (1, 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_no_server_answers_ends_with_503(both: tuple[Served, VllmServer], *, stream: bool) -> None:
+    service, server = both
+    server.behaviours += ["500"] * 3
+    response = service.post(stream=stream)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "instance_lost")
+    assert len(server.bodies) == 3
+
+
+def test_a_request_that_ends_two_servers_goes_to_no_third(folder: Path) -> None:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(vllm_server(folder)) for _ in range(3)]
+        service = stack.enter_context(gateway(folder, *servers))
+        ready(service, 3)
+        for server in servers:
+            server.behaviours.append("die")
+        response = service.post()
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "instance_lost")
+        assert sum(len(server.bodies) for server in servers) == 2
+        (left,) = (server for server in servers if not server.bodies)
+        left.behaviours.clear()
+        assert service.text() == WORDS
+
+
+@pytest.mark.parametrize("behaviour", ["half", "endless"])
+def test_a_stream_that_breaks_says_so(both: tuple[Served, VllmServer], behaviour: str) -> None:
+    service, server = both
+    server.behaviours += [behaviour] * 3
+    response = service.post(stream=True)
+    if behaviour == "half":
+        first, last = [one for one in response.text.split("\n\n") if one]
+        assert "one" in first
+        assert json.loads(last[6:])["error"]["code"] == "instance_lost"
+        server.behaviours.clear()
+    else:
+        assert response.status_code == 503
+
+
+def test_an_endless_answer_is_refused(both: tuple[Served, VllmServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych.gateway.relay.MAX_ANSWER_BYTES", 2**22)
+    service, server = both
+    server.behaviours += ["endless"] * 3
+    assert service.post().status_code == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_ends_its_request(both: tuple[Served, VllmServer], *, stream: bool) -> None:
+    service, server = both
+    server.behaviours.append("on" if stream else "hang")
+    with service.client() as client:
+        if stream:
+            with client.stream("POST", CHAT, json=service.body(stream=True)) as response:
+                next(response.iter_bytes())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(CHAT, json=service.body(), timeout=0.2)
+    wait_for(lambda: server.num_gone == 1)
+
+
+def test_a_deadline_ends_a_request(both: tuple[Served, VllmServer]) -> None:
+    service, server = both
+    server.behaviours += ["hang"]
+    with service.client() as client:
+        response = client.post(CHAT, json=service.body(), headers={"x-request-timeout": "0.3"})
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+    wait_for(lambda: server.num_gone == 1)
+
+
+def test_a_server_that_is_killed_and_started_again(folder: Path) -> None:
+    """Requests without a token go on there; those that wait are answered, too."""
+    with vllm_server(folder) as server, gateway(folder, server) as service, ThreadPoolExecutor(8) as threads:
+        ready(service)
+        server.behaviours += ["hang"] * 4
+        answers = [threads.submit(service.text, [image_part(image(seed=n % 3))]) for n in range(8)]
+        for _ in range(4):  # the most that it may have
+            assert server.entered.acquire(timeout=20)
+        server.kill()
+        wait_for(lambda: states(service) == ["lost"])
+        answers.append(threads.submit(service.text))
+        server.start()
+        assert [one.result() for one in answers] == [WORDS] * 9
+        assert server.most_running <= 4
+        with service.client() as client:
+            metrics = client.get("/metrics").text
+        assert 'triptych:server_losses_total{server="vllm0"} 1.0' in metrics
+        assert 'triptych:server_up{server="vllm0"} 1.0' in metrics
+        service.settle()
+
+
+def test_without_any_server_requests_wait_and_then_end(folder: Path) -> None:
+    with vllm_server(folder) as server:
+        server.kill()
+        with gateway(folder, server, restart_hold=0.3) as service:
+            waited = service.post([image_part()])
+            assert (waited.status_code, waited.json()["error"]["code"]) == (503, "unavailable")
+            with service.client() as client:
+                why = client.get("/ready")
+                assert (why.status_code, "vllm0" in why.json()["reason"]) == (503, True)
+            server.start()
+            ready(service)
+            assert service.text() == WORDS
+            with service.client() as client:
+                assert client.get("/ready").status_code == 200
+
+
+def test_a_server_that_says_it_is_ill_is_lost(folder: Path) -> None:
+    with vllm_server(folder) as one, vllm_server(folder) as two, gateway(folder, one, two) as service:
+        ready(service, 2)
+        one.behaviours.append("hang")
+        two.behaviours.append("hang")
+        with ThreadPoolExecutor(1) as threads:
+            answer = threads.submit(service.text)
+            wait_for(lambda: one.running or two.running)
+            ill, other = (one, two) if one.running else (two, one)
+            other.behaviours.clear()
+            ill.healthy = False
+            assert answer.result() == WORDS
+        assert ServerState.LOST in states(service)
+
+
+def test_clients_take_turns(folder: Path) -> None:
+    with vllm_server(folder) as server, gateway(folder, server) as service, ThreadPoolExecutor(16) as threads:
+        ready(service)
+        server.behaviours += ["hang"] * 4
+
+        def ask(client_name: str) -> None:
+            with service.client() as client:
+                body = service.body(user=client_name)
+                assert client.post(CHAT, json=body, headers={"authorization": client_name}).status_code == 200
+
+        many = [threads.submit(ask, "many") for _ in range(12)]
+        wait_for(lambda: (service.running.frontend.router.servers or ()) and num_waiting(service) == 8)
+        few = threads.submit(ask, "few")
+        wait_for(lambda: num_waiting(service) == 9)
+        server.opened.set()
+        few.result()
+        for one in many:
+            one.result()
+        assert [body["user"] for body in server.bodies].index("few") < 8
+
+
+def num_waiting(service: Served) -> int:
+    servers = service.running.frontend.router.servers
+    return servers.num_waiting if servers is not None else 0

@@ -1,0 +1,218 @@
+"""A small HTTP server that answers as vLLM does, as far as a gateway sees it, and that fails in the ways of servers."""
+
+import itertools
+import json
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from triptych.prompt.tokenizer import Tokenizer
+
+CHAT = "/v1/chat/completions"
+
+
+@dataclass(eq=False)
+class VllmServer:
+    """What it is asked, and how it answers."""
+
+    folder: Path
+    model: str = "m"
+    root: str = ""
+    """The folder that it names; empty for the real one."""
+    tokens: list[int] | None = None
+    """What ``/tokenize`` answers in place of the tokens."""
+    words: tuple[str, ...] = ("one", "two", "three")
+    behaviours: list[str] = field(default_factory=list)
+    """How the next chats are answered, if not as they should: a status; ``die`` (all connections end), ``break`` (one
+    ends before its answer), ``half`` (after the first word), ``garbage``, ``html``, ``endless``, ``error`` (an event),
+    ``hang`` (nothing comes until ``opened``), ``pause`` (the same after the first word), ``on`` (words without end)."""
+    healthy: bool = True
+    opened: threading.Event = field(default_factory=threading.Event)
+    entered: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    num_gone: int = 0
+    """Clients that have hung up before their answer was complete."""
+    running: int = 0
+    most_running: int = 0
+    port: int = 0
+    _server: ThreadingHTTPServer | None = None
+    connections: set[socket.socket] = field(default_factory=set)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Begin to listen, at the port that it had before."""
+        handler = type("Handler", (_Handler,), {"vllm": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), handler)
+        self._server.daemon_threads = True
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, args=[0.01], daemon=True).start()
+
+    def kill(self) -> None:
+        """End as a process that is killed does: all connections break."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+        for connection in list(self.connections):
+            with suppress(OSError):  # one that has ended
+                connection.shutdown(socket.SHUT_RDWR)  # also if a thread reads from it
+        self.connections.clear()
+
+
+@contextmanager
+def vllm_server(folder: Path, **settings: Any) -> Iterator[VllmServer]:
+    server = VllmServer(folder, **settings)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.opened.set()
+        server.kill()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    vllm: VllmServer
+    protocol_version = "HTTP/1.1"
+
+    def setup(self) -> None:
+        super().setup()
+        self.vllm.connections.add(self.connection)
+
+    def finish(self) -> None:
+        self.vllm.connections.discard(self.connection)
+        with suppress(OSError):
+            super().finish()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self._answer(200 if self.vllm.healthy else 503, b"")
+        elif self.path == "/v1/models":
+            root = self.vllm.root or str(self.vllm.folder)
+            models = [
+                {"id": self.vllm.model, "object": "model", "root": root, "parent": None, "max_model_len": 4096},
+                {"id": "adapter", "object": "model", "root": "/lora", "parent": self.vllm.model},
+            ]
+            self._json({"object": "list", "data": models})
+        else:
+            self._json({"error": {"message": "Not Found", "code": 404}}, 404)
+
+    def do_POST(self) -> None:
+        body = json.loads(self._read())
+        if self.path == "/tokenize":
+            tokens = self.vllm.tokens or Tokenizer(self.vllm.folder).encode(body["prompt"])
+            self._json({"count": len(tokens), "tokens": tokens})
+            return
+        assert self.path == CHAT
+        vllm = self.vllm
+        vllm.bodies.append(body)
+        vllm.headers.append({name.lower(): value for name, value in self.headers.items()})
+        vllm.running += 1
+        vllm.most_running = max(vllm.most_running, vllm.running)
+        vllm.entered.release()
+        try:
+            self._chat(body, vllm.behaviours.pop(0) if vllm.behaviours else "")
+        except (BrokenPipeError, ConnectionResetError):
+            vllm.num_gone += 1
+        finally:
+            vllm.running -= 1
+
+    def _read(self) -> bytes:
+        if "chunked" not in self.headers.get("transfer-encoding", ""):
+            return self.rfile.read(int(self.headers.get("content-length", 0)))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def _chat(self, body: dict[str, Any], behaviour: str) -> None:
+        if behaviour.isdigit():
+            error = {"message": "vLLM says no", "type": "BadRequestError", "param": "top_k", "code": int(behaviour)}
+            self._json({"error": error}, int(behaviour))
+            return
+        if behaviour == "die":
+            self.vllm.kill()
+            return
+        if behaviour == "break":
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        if behaviour == "hang" and not self._wait():
+            return
+        if body.get("stream"):
+            self._stream(behaviour)
+        elif behaviour == "html":
+            self._answer(200, b"<html>" * 10, "text/html")
+        elif behaviour == "endless":
+            self._endless(b" " * 2**20)
+        else:
+            message = {"role": "assistant", "content": " ".join(self.vllm.words)}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            usage = {"prompt_tokens": 7, "completion_tokens": len(self.vllm.words), "total_tokens": 10}
+            self._json({"id": "chatcmpl-x", "object": "chat.completion", "choices": [choice], "usage": usage})
+
+    def _wait(self) -> bool:
+        """Whether the answer may go on, and the client is still there."""
+        while not self.vllm.opened.is_set():
+            readable, _, _ = select.select([self.connection], [], [], 0.005)
+            if readable and not self.connection.recv(1, socket.MSG_PEEK):
+                self.vllm.num_gone += 1
+                return False
+        return True
+
+    def _stream(self, behaviour: str) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("connection", "close")
+        self.end_headers()
+        if behaviour == "error":
+            self.wfile.write(b'data: {"error": {"message": "engine", "code": 500}}\n\ndata: [DONE]\n\n')
+            return
+        if behaviour == "garbage":
+            self.wfile.write(b"\x00\xff" * 100 + b"\n\n")
+            return
+        if behaviour == "endless":
+            self._endless(b"data: " + b" " * 2**20)
+            return
+        words: Iterable[str] = itertools.repeat("on") if behaviour == "on" else self.vllm.words
+        for number, word in enumerate(words):
+            last = number == len(self.vllm.words) - 1
+            choice = {"index": 0, "delta": {"content": word}, "finish_reason": "stop" if last else None}
+            self.wfile.write(b"data: " + json.dumps({"choices": [choice], "extra": "as it came"}).encode() + b"\n\n")
+            if behaviour == "on":
+                time.sleep(0.005)
+            if behaviour == "half" and number == 0:
+                return
+            if behaviour == "pause" and number == 0 and not self._wait():
+                return
+        self.wfile.write(b"data: [DONE]\n\n")
+        self.close_connection = True
+
+    def _endless(self, piece: bytes) -> None:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            self.wfile.write(piece)
+
+    def _json(self, value: Any, status: int = 200) -> None:
+        self._answer(status, json.dumps(value).encode(), "application/json")
+
+    def _answer(self, status: int, body: bytes, kind: str = "text/plain") -> None:
+        self.send_response(status)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)

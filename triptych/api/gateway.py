@@ -1,0 +1,279 @@
+"""Chats that a language server of another project answers: media are planned and encoded here, and everything else is
+passed on as it came."""
+
+import re
+import secrets
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+from pydantic_core import from_json
+
+from triptych.api.context import ApiContext
+from triptych.api.encode import EncodedMedia, collect_rows, npy_text
+from triptych.api.fields import MAX_NAME
+from triptych.api.generation import NO_MODEL, RequestContext
+from triptych.api.media_parts import MediaSettings, PartIndex, check_parts, fetch_all, media_parts
+from triptych.api.schemas import MAX_MESSAGES, MAX_PARTS, ConversationFields
+from triptych.api.validation import parse_request
+from triptych.errors import InvalidRequest, TriptychError, UnknownModel, UnsupportedField, UnsupportedValue
+from triptych.gateway.answers import ServerAnswer
+from triptych.gateway.relay import AnswerPart, Call, Relay
+from triptych.models.vllm_grids import image_part
+from triptych.observe.requests import ChoiceRecord
+from triptych.observe.timeline import Interval
+
+PATH = "/v1/chat/completions"
+TEXT_PARTS = frozenset({"text", "refusal", "thinking", "input_text", "output_text"})
+"""Types of parts that are passed on."""
+MEDIA_PARTS = frozenset({"image_url"})
+"""Types of parts that are encoded here."""
+GATEWAY_ONLY = ("ec_transfer_params", "kv_transfer_params", "prompt_embeds", "chat_template", "media_io_kwargs")
+"""Fields by which a client could name transfers, or bring what is checked here past the check."""
+CHARACTERS_PER_TOKEN, DEFAULT_TOKENS = 4, 256
+"""For an estimate of a request's cost."""
+
+
+@dataclass
+class Forwarded:
+    """A chat that is passed on."""
+
+    api: ApiContext
+    context: RequestContext
+    fields: dict[str, Any]
+    """The body's. Media parts are those that the server gets, with names in place of rows."""
+    text_length: int
+    """Characters of the body, about."""
+    rows: Mapping[str, tuple[EncodedMedia, int]] = field(default_factory=dict)
+    """By name: the media, and the item's index among them."""
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.fields.get("stream"))
+
+    def body(self, model: str) -> Iterator[bytes]:
+        """Yield the body in pieces, so that no copy of the rows is made."""
+        named = self.fields.get("model")
+        own = named in (*NO_MODEL, self.api.model_name)
+        text = msgspec.json.encode(self.fields | {"model": model if own else named})
+        if not self.rows:
+            yield text
+            return
+        for number, piece in enumerate(re.split("|".join(self.rows).join("()").encode(), text)):
+            if number % 2:
+                media, index = self.rows[piece.decode()]
+                yield from npy_text(media.items[index][1], media.layout)
+            else:
+                yield piece
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(media.items[index][1]) for media, index in self.rows.values())
+
+    @property
+    def cost(self) -> float:
+        most = self.fields.get("max_completion_tokens") or self.fields.get("max_tokens") or DEFAULT_TOKENS
+        return self.text_length / CHARACTERS_PER_TOKEN + self.num_rows + (most if isinstance(most, int) else 0)
+
+
+def parse(text: bytes) -> dict[str, Any]:
+    """Return the fields of a body. Raises InvalidRequest for one that can't be passed on, whatever the server."""
+    try:
+        fields = from_json(text, allow_inf_nan=False)
+    except ValueError:
+        raise InvalidRequest("the body is not valid JSON") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequest("the body is not a JSON object")
+    extra = fields.get("vllm_xargs")
+    for name in GATEWAY_ONLY:
+        if fields.get(name) is not None:
+            raise UnsupportedField(f"{name}: not taken from clients", name)
+        if isinstance(extra, dict) and name in extra:
+            raise UnsupportedField(f"vllm_xargs.{name}: not taken from clients", f"vllm_xargs.{name}")
+    if not isinstance(fields.get("model", None), str | None):
+        raise InvalidRequest("model: Input should be a valid string", "model")
+    if not isinstance(fields.get("stream", None), bool | None):
+        raise InvalidRequest("stream: Input should be a valid boolean", "stream")
+    salt = fields.get("cache_salt")
+    if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_NAME):
+        raise InvalidRequest(f"cache_salt: Input should be a string of 1 to {MAX_NAME} characters", "cache_salt")
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
+        raise InvalidRequest(f"messages: Input should be an array of 1 to {MAX_MESSAGES} messages", "messages")
+    for number, message in enumerate(messages):
+        _check_message(message, f"messages[{number}]")
+    return fields
+
+
+def _check_message(message: Any, path: str) -> None:
+    if not isinstance(message, dict):
+        raise InvalidRequest(f"{path}: Input should be an object", path)
+    content = message.get("content")
+    if not isinstance(content, str | list | None) or (isinstance(content, list) and len(content) > MAX_PARTS):
+        raise InvalidRequest(
+            f"{path}.content: Input should be a string or an array of up to {MAX_PARTS} content parts",
+            f"{path}.content",
+        )
+    for number, part in enumerate(content if isinstance(content, list) else ()):
+        where = f"{path}.content[{number}]"
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise InvalidRequest(f"{where}.type: Field required", f"{where}.type")
+        if part["type"] not in TEXT_PARTS | MEDIA_PARTS:
+            known = ", ".join(sorted(TEXT_PARTS | MEDIA_PARTS))
+            raise UnsupportedValue(f"{where}.type: {part['type'][:40]!r} is not one of {known}", f"{where}.type")
+        if part["type"] in TEXT_PARTS and "uuid" in part:
+            raise UnsupportedField(f"{where}.uuid: only media have one", f"{where}.uuid")
+
+
+async def prepare(api: ApiContext, text: bytes, context: RequestContext) -> Forwarded:
+    """Check a chat, and have its media encoded. Raises RequestError and ServiceError."""
+    fields, servers = parse(text), api.servers
+    assert servers is not None, "it is a gateway"
+    servers.check()
+    if (model := fields.get("model")) not in (*NO_MODEL, api.model_name) and not servers.knows(model):
+        raise UnknownModel(f"model {model!r} is not served here; {api.model_name!r} is", "model")
+    conversation = _media_alone(fields)
+    has_media = bool(media_parts(conversation.messages))
+    priority = fields.get("priority")
+    priority = priority if isinstance(priority, int) and priority >= 0 else 0
+    with api.lifecycle.preparing(
+        context.record, has_media=has_media, priority=priority, timeout=context.remaining, generates=False
+    ):
+        placed, prompt = await _plan(api, fields, conversation, context)
+    forwarded = Forwarded(api, context, fields, len(text))
+    if not prompt.items:
+        return forwarded
+    media = await collect_rows(api, prompt, context, cache_salt=fields.get("cache_salt") or "", priority=priority)
+    nonce = secrets.token_hex(16)
+    names = {f"rows:{nonce}:{number}:": (media, number) for number in range(len(media.items))}
+    for (m, p), (name, (_, number)) in zip(placed, names.items(), strict=True):
+        item = media.items[number][0]
+        part = image_part(name, item.plan.grid, item.key, api.prompt_builder.model_type)
+        fields["messages"][m]["content"][p] = part
+    fields.pop("mm_processor_kwargs", None)  # they are in the plan
+    forwarded.rows = names
+    return forwarded
+
+
+def _media_alone(fields: dict[str, Any]) -> ConversationFields:
+    """Return the request's media, each at its place, as chats have them. Raises InvalidRequest, naming the field."""
+    blank = {"type": "text", "text": "."}
+    messages = [
+        {"role": "user", "content": [part if part["type"] in MEDIA_PARTS else blank for part in content]}
+        if isinstance(content := message.get("content"), list)
+        else {"role": "user", "content": "."}
+        for message in fields["messages"]
+    ]
+    options = fields.get("mm_processor_kwargs")
+    return parse_request(
+        ConversationFields, msgspec.json.encode({"messages": messages, "mm_processor_kwargs": options})
+    )
+
+
+async def _plan(
+    api: ApiContext, fields: dict[str, Any], conversation: ConversationFields, context: RequestContext
+) -> tuple[list[PartIndex], Any]:
+    parts = media_parts(conversation.messages)
+    settings = MediaSettings.from_options(api.prompt_builder.planner.options, conversation.mm_processor_kwargs)
+    check_parts(api, parts, settings)
+    started = context.record.now()
+    async with context.within_deadline():
+        media = await fetch_all(api, parts, settings, context)
+        fetched = context.record.now()
+        messages = [
+            message | {"content": [media.get((m, p), part) for p, part in enumerate(content)]}
+            if isinstance(content := message.get("content"), list)
+            else message
+            for m, message in enumerate(fields["messages"])
+        ]
+        others = {name: value for name, value in fields.items() if name != "messages"}
+        build = partial(api.prompt_builder.build_items, messages, others)
+        prompt = await api.executor.run(context.record.client, build)
+    context.record.note(Interval("fetch", started, fetched), Interval("plan", fetched, context.record.now()))
+    return list(parts), prompt
+
+
+# ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def full_response(chat: Forwarded) -> bytes:
+    """Return the answer as the server gave it."""
+    answering = _Answering(chat)
+    with answering:
+        part = await answering.relay.whole(answering.call)
+        answering.note_whole(part)
+        return part.data
+
+
+async def stream_response(chat: Forwarded) -> AsyncGenerator[bytes, None]:
+    """Yield the answer's events as the server sends them."""
+    answering = _Answering(chat)
+    with answering:
+        async with aclosing(answering.relay.streamed(answering.call)) as parts:
+            async for part in parts:
+                answering.note(part)
+                yield part.data
+
+
+class _Answering:
+    """The answer to a chat, and its record. A context manager, inside which the request is in flight."""
+
+    def __init__(self, chat: Forwarded) -> None:
+        api, context = chat.api, chat.context
+        assert api.servers is not None, "it is a gateway"
+        self._lifecycle, self._metrics = api.lifecycle, api.router.metrics
+        self._record = context.record
+        self._choice: ChoiceRecord = context.record.begin_choice(chat.num_rows, ())
+        self._server = ""
+        self.relay = Relay(api.servers)
+        self.call = Call(
+            path=PATH,
+            request=context.record.id,
+            client=context.record.client,
+            cost=chat.cost,
+            body=chat.body,
+            remaining=lambda: context.remaining,
+            hold=context.hold,
+            moved=partial(self._metrics.recovered, "decode"),
+        )
+        self._slot = self._lifecycle.admission.preparing(context.record.client)
+
+    def __enter__(self) -> None:
+        self._slot.__enter__()
+        self._metrics.admitted(self._choice)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._slot.__exit__(None, None, None)
+        choice, now = self._choice, self._choice.now()
+        if isinstance(error, TriptychError):
+            choice.finish_reason, choice.error = "error", type(error).__name__
+        elif error is not None or choice.finish_reason is None:
+            choice.finish_reason = "abort"
+        first = choice.first_token or now
+        times = [Interval("prefill", choice.submitted, first), Interval("decode", first, now)]
+        choice.add(times, self._server)
+        self._metrics.ended(choice)
+
+    def note(self, part: AnswerPart) -> None:
+        """Record what a part of a stream says."""
+        self._server = part.server
+        if part.says is not None and (choices := part.says.choices):
+            self._ends(part.says)
+            # about: a chunk may have several tokens, which it lists only if the client has asked for that
+            tokens = sum(len(one.token_ids) if one.token_ids else 1 for one in choices)
+            self._metrics.received_tokens(self._choice, tokens)
+
+    def note_whole(self, part: AnswerPart) -> None:
+        """Record what an answer says that isn't streamed."""
+        self._server = part.server
+        if part.says is not None:
+            self._ends(part.says)
+            usage = part.says.usage
+            self._metrics.received_whole(self._choice, (usage.completion_tokens if usage else 0) or 0)
+
+    def _ends(self, says: ServerAnswer) -> None:
+        for one in says.choices:
+            self._choice.finish_reason = one.finish_reason or self._choice.finish_reason

@@ -1,0 +1,297 @@
+"""Language servers of other projects that answer in place of language instances: which of them serve, and which one a
+request goes to."""
+
+import asyncio
+import enum
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import httpx
+
+from triptych.clock import Clock
+from triptych.config import EnginesConfig
+from triptych.errors import Unavailable
+from triptych.fair_queue import FairQueue
+from triptych.gateway.registration import Card, Refused, read_card, read_tokens
+from triptych.messages.operations import ServerStatus
+
+log = logging.getLogger(__name__)
+
+CHECK_SECONDS = 1.0
+"""Seconds between two checks of a server."""
+CHECK_TIMEOUT = 5.0
+MAX_SILENT_CHECKS = 3
+"""Checks without an answer in time after which a server counts as lost. One that refuses connections does at once."""
+CONNECT_TIMEOUT, WRITE_TIMEOUT = 5.0, 60.0
+KEEPALIVE_SECONDS = 2.0
+"""Less than servers keep an idle connection, which would end just as it is used again."""
+MAX_CHECK_BYTES = 2**20
+
+
+class ServerState(enum.StrEnum):
+    """Whether a server gets requests."""
+
+    AWAITED = "awaited"
+    """It hasn't answered yet."""
+    SERVING = "serving"
+    LOST = "lost"
+    REFUSED = "refused"
+    """It answers, and serves another model."""
+
+
+@dataclass(eq=False)
+class Server:
+    """One language server."""
+
+    name: str
+    url: str
+    state: ServerState = ServerState.AWAITED
+    why: str = ""
+    """Why it isn't serving; empty if it is."""
+    card: Card = field(default_factory=Card)
+    """What it says of itself."""
+    running: int = 0
+    """Requests that it has."""
+    losses: int = 0
+    """Times that it was lost."""
+    silent_checks: int = 0
+    lost: "asyncio.Future[None] | None" = None
+    """Done once it is lost; None unless it serves."""
+    checking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while it is checked."""
+
+    def status(self) -> ServerStatus:
+        """Return what operators are told."""
+        return ServerStatus(self.name, self.url, self.state, self.why, self.running, self.losses)
+
+
+@dataclass(eq=False)
+class _WaitingCall:
+    client: str
+    granted: "asyncio.Future[tuple[Server, asyncio.Future[None]]]"
+    avoid: Collection[Server]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a server of the same model must say."""
+
+    text: str
+    tokens: list[int]
+    """Those of ``text``."""
+    check_root: Callable[[str], str]
+    """Returns how the checkpoint at a server's path differs; empty if it doesn't, or isn't on this machine. It may take
+    long, and is called on another thread."""
+
+
+class Servers:
+    """All language servers of a service, and the requests that wait for one. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        config: EnginesConfig,
+        probe: Probe,
+        *,
+        hold: float,
+        clock: Clock,
+    ) -> None:
+        """``hold`` is how long, in seconds, requests wait while no server serves. Raises ConfigError for a key that
+        can't be used."""
+        self._all = [Server(f"vllm{number}", url) for number, url in enumerate(config.urls)]
+        self._limit = config.engine_requests
+        self._probe = probe
+        self._hold = hold
+        self.tell: Callable[[str, str], None] = lambda *_: None
+        """Gets kind and text of what happens to servers, as ``EventLog.add``."""
+        self._clock = clock
+        self._served = clock.now()
+        """When a server last served."""
+        self._queue: FairQueue[_WaitingCall] = FairQueue()
+        self._watches: list[asyncio.Task[None]] = []
+        key = config.key()
+        self.http = httpx.AsyncClient(
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT, write=WRITE_TIMEOUT),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=KEEPALIVE_SECONDS),
+            trust_env=False,
+            follow_redirects=False,
+        )
+
+    def start(self) -> None:
+        """Begin to look after the servers. Call it on the event loop."""
+        self._watches = [asyncio.create_task(self._watch(server)) for server in self._all]
+
+    async def close(self) -> None:
+        """End that, and close the connections."""
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        await self.http.aclose()
+
+    def __iter__(self) -> Iterator[Server]:
+        return iter(self._all)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a server."""
+        return len(self._queue)
+
+    @property
+    def missing(self) -> str:
+        """Why no server serves; empty if one does."""
+        if any(server.state is ServerState.SERVING for server in self._all):
+            return ""
+        return "; ".join(f"{server.name} is {server.state}: {server.why or 'not reached yet'}" for server in self._all)
+
+    def check(self) -> None:
+        """Raise Unavailable if no server serves, and none has for longer than requests wait."""
+        if self.missing and self._clock.now() > self._served + self._hold:
+            raise Unavailable("no language server is ready")
+
+    def knows(self, model: str) -> bool:
+        """Return whether a server offers a model of that name, such as a LoRA."""
+        return any(model in server.card.models for server in self._all if server.state is ServerState.SERVING)
+
+    async def suspect(self, server: Server) -> None:
+        """Check a server at once that has failed with a request: it may be gone."""
+        async with server.checking:
+            if server.state is ServerState.SERVING:
+                await self._check_now(server)
+
+    @asynccontextmanager
+    async def turn(
+        self, client: str, cost: float, avoid: Collection[Server] = ()
+    ) -> AsyncIterator[tuple[Server, "asyncio.Future[None]"]]:
+        """Wait for the client's turn, and for a server with room; inside, it has the request. Yields also what is done
+        once that server is lost. Servers in ``avoid`` are taken if no other serves. Raises Unavailable if none serves
+        for too long."""
+        self.check()
+        waiting = _WaitingCall(client, asyncio.get_running_loop().create_future(), avoid)
+        ticket = self._queue.add(waiting, client, cost)
+        self._grant()
+        try:
+            server, lost = await waiting.granted
+        except BaseException:
+            if waiting.granted.done() and not waiting.granted.cancelled() and not waiting.granted.exception():
+                self._leave(waiting.granted.result()[0])  # granted and cancelled at once
+            elif waiting.granted.cancelled():
+                self._queue.remove(ticket)
+            raise
+        try:
+            yield server, lost
+        finally:
+            self._leave(server)
+
+    def _leave(self, server: Server) -> None:
+        server.running -= 1
+        self._grant()
+
+    def _grant(self) -> None:
+        while (ticket := self._queue.pop(lambda one: self._choose(one) is not None)) is not None:
+            waiting = ticket.work
+            if not waiting.granted.done():
+                server = self._choose(waiting)
+                assert server is not None and server.lost is not None, "it may start"
+                server.running += 1
+                waiting.granted.set_result((server, server.lost))
+
+    def _choose(self, waiting: _WaitingCall) -> Server | None:
+        """Return the server with the least requests that a request may go to; None if all are full."""
+        serving = [server for server in self._all if server.state is ServerState.SERVING]
+        usual = [server for server in serving if server not in waiting.avoid] or serving
+        least = min(usual, key=lambda server: server.running, default=None)
+        return least if least is not None and least.running < self._limit else None
+
+    # ── looking after them ───────────────────────────────────────────────────────────────────────────────────
+
+    async def _watch(self, server: Server) -> None:
+        while True:
+            try:
+                async with server.checking:
+                    await self._check_now(server)
+            except Exception:  # whatever it answers, it must be asked again
+                log.exception("%s couldn't be checked", server.name)
+            self._expire()
+            await asyncio.sleep(CHECK_SECONDS)
+
+    def _expire(self) -> None:
+        """Give up requests that have waited for too long for any server."""
+        if not self.missing:
+            self._served = self._clock.now()
+        elif self._clock.now() > self._served + self._hold:
+            for ticket in list(self._queue):
+                self._queue.remove(ticket)
+                if not ticket.work.granted.done():
+                    ticket.work.granted.set_exception(Unavailable("no language server is ready"))
+
+    async def _check_now(self, server: Server) -> None:
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT):
+                response = await self._read("GET", f"{server.url}/health")
+        except TimeoutError:
+            server.silent_checks += 1
+            if server.silent_checks >= MAX_SILENT_CHECKS:
+                self.lose(server, f"no answer for {MAX_SILENT_CHECKS * CHECK_TIMEOUT:g} s")
+            return
+        except httpx.HTTPError as error:
+            self.lose(server, f"can't be reached: {type(error).__name__}")
+            return
+        server.silent_checks = 0
+        if response.status_code != httpx.codes.OK:
+            self.lose(server, f"its health check answers {response.status_code}")
+        elif server.state is not ServerState.SERVING:
+            await self._register(server)
+
+    async def _register(self, server: Server) -> None:
+        """Compare what a server serves, and let it serve."""
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT):
+                card = read_card(await self._read("GET", f"{server.url}/v1/models"))
+                question = {"model": card.model, "prompt": self._probe.text, "add_special_tokens": False}
+                tokens = read_tokens(await self._read("POST", f"{server.url}/tokenize", question))
+            if tokens != self._probe.tokens:
+                raise Refused("it has another tokenizer")
+            if difference := await asyncio.to_thread(self._probe.check_root, card.root):
+                raise Refused(f"it serves another checkpoint: {difference}")
+        except Refused as refused:
+            self._set(server, ServerState.REFUSED, str(refused))
+        except (TimeoutError, httpx.HTTPError) as error:
+            self._set(server, server.state, f"can't be asked for its model: {type(error).__name__}")
+        else:
+            server.card = card
+            server.lost = asyncio.get_running_loop().create_future()
+            self._set(server, ServerState.SERVING, "")
+            self._served = self._clock.now()
+            self._grant()
+
+    def lose(self, server: Server, why: str) -> None:
+        """Take a server for lost until it answers again."""
+        if server.state is ServerState.SERVING:
+            assert server.lost is not None, "it serves"
+            server.losses += 1
+            server.lost.set_result(None)
+            server.lost = None
+            self._set(server, ServerState.LOST, why)
+        else:
+            server.why = why
+
+    def _set(self, server: Server, state: ServerState, why: str) -> None:
+        changed = (server.state, server.why) != (state, why)
+        server.state, server.why = state, why
+        if not changed:
+            return
+        text = f"{server.name} at {server.url}: {state}{f', {why}' if why else ''}"
+        log.log(logging.INFO if state is ServerState.SERVING else logging.WARNING, "%s", text)
+        self.tell({ServerState.SERVING: "joined", ServerState.LOST: "lost"}.get(state, "failed"), text)
+
+    async def _read(self, method: str, url: str, json: object = None) -> httpx.Response:
+        """Return a response with its body, if that isn't longer than ``MAX_CHECK_BYTES``."""
+        async with self.http.stream(method, url, json=json) as response:
+            body = bytearray()
+            async for piece in response.aiter_raw():
+                body += piece
+                if len(body) > MAX_CHECK_BYTES:
+                    raise httpx.DecodingError("the answer is too long")
+        return httpx.Response(response.status_code, content=bytes(body), request=response.request)
