@@ -39,6 +39,30 @@ _ALTERNATE = (
     "{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') -}}{%- endif -%}"
 )
 
+ODD_TEMPLATES = {
+    # a user's content is a list, all others are strings; a result has its function's name
+    "forms by role": _TOOLS + _ROLES + "{{- '<|' + message.role + '|>' -}}{%- if message.role == 'user' -%}"
+    "{%- for part in message.content -%}{{- part.text if part.type == 'text' else '<|image|>' -}}{%- endfor -%}"
+    "{%- elif message.role == 'tool' -%}{{- message.name + ': ' + message.content -}}"
+    "{%- else -%}{{- message.content + '' -}}{%- endif -%}" + _JSON_CALLS + _END + _CHATML_PROMPT,
+    # the reverse, and results that are lists, too
+    "strings of users": _ROLES + "{{- '<|' + message.role + '|>' -}}{%- if message.role in ['user', 'system'] -%}"
+    "{{- message.content + '' -}}{%- else -%}{%- for part in message.content or [] -%}{{- part['text'] -}}"
+    "{%- endfor -%}{%- endif -%}" + _JSON_CALLS + _END + _CHATML_PROMPT,
+    # a conversation must begin with a system message
+    "system first": _PARTS
+    + "{%- if messages[0].role != 'system' -%}{{- raise_exception('No system') -}}{%- endif -%}"
+    + _ROLES
+    + "{{- '<|' + message.role + '|>' + show(message.content or '') -}}"
+    + _JSON_CALLS
+    + _END,
+    # the system's text is in the last message, if that is the user's
+    "system last": "{%- set said = namespace(text='') -%}" + _ROLES + "{%- if message.role == 'system' -%}"
+    "{%- set said.text = said.text + message.content -%}{%- else -%}{{- '<|' + message.role + '|>' -}}"
+    "{%- if loop.last and message.role == 'user' -%}{{- said.text -}}{%- endif -%}{{- message.content -}}"
+    "{%- endif -%}" + _END,
+}
+"""Templates with rules that no released one has in this combination."""
 TEMPLATES = {
     # a string in every role; results within a user's turn; reasoning of the last answer
     "qwen3": _TOOLS + _ROLES + "{%- set content = message.content if message.content is string else '' -%}"
@@ -378,7 +402,7 @@ def made(name: str, *, with_tools: bool = False) -> tuple[ChatTemplate, Fitter]:
     with TemporaryDirectory() as path:
         folder = Path(path)
         (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
-        (folder / "chat_template.jinja").write_text(TEMPLATES[name])
+        (folder / "chat_template.jinja").write_text((TEMPLATES | ODD_TEMPLATES)[name])
         if (for_tools := TOOL_TEMPLATES.get(name)) is not None:
             (folder / "additional_chat_templates").mkdir()
             (folder / "additional_chat_templates" / "tool_use.jinja").write_text(for_tools)

@@ -67,6 +67,8 @@ class Fitter:
             self._fit_calls(one, names)
             one.message["content"] = self._content(one.kind, one.message.get("content"))
         fitted = self._in_turns(self._joined([part for one in self._one_by_one(fitted) for part in self._split(one)]))
+        if not self._forms.without_system and fitted[0].kind != SYSTEM:
+            fitted.insert(0, self._empty(SYSTEM, 0))
         if continues:
             self._fit_reasoning(fitted[-1].message)
         return fitted

@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, product
 from typing import Any
 
 from triptych.errors import InvalidRequest
@@ -79,6 +79,8 @@ class Forms:
     """What a content without text must be."""
     without_user: bool = True
     """Whether a conversation may lack messages of the user."""
+    without_system: bool = True
+    """Whether a conversation may begin without a system message."""
     lone_results: bool = True
     """Whether it shows a result without a call."""
     shows_calls: bool = True
@@ -104,12 +106,13 @@ class Forms:
 def find_forms(render: Render, places: Places) -> Forms:
     """Return what a template takes. ``render`` renders a conversation with it, and raises InvalidRequest if the
     template does."""
-    trial = _Trial(render, as_string=True)
+    trial = _Trial(render)
     strings, lists = trial.shows_string(USER), trial.shows_list(USER)
     if not strings and not lists:
-        return Forms()
-    trial.as_string = strings
-    if trial.shows(USER, ASSISTANT, USER):
+        return _forms_behind_system(render, places)
+    trial.strings = frozenset(_AROUND) if strings else frozenset()
+    if trial.shows_in_a_form(ASSISTANT):
+        trial.shows_in_a_form(SYSTEM)
         return trial.forms(places)
     # it shows the last message alone, or wants more than messages
     all_kinds, none = frozenset(_AROUND), frozenset[str]()
@@ -117,11 +120,25 @@ def find_forms(render: Render, places: Places) -> Forms:
     return Forms(strings=all_kinds if strings else none, lists=all_kinds if lists else none, media=media)
 
 
+def _forms_behind_system(render: Render, places: Places) -> Forms:
+    """Return what a template takes that shows no conversation without a system message, or can't be judged."""
+    for content in ("", _parts("")):
+        system: Message = {"role": SYSTEM, "content": content}
+
+        def render_behind(messages: Sequence[Message], system: Message = system) -> str:
+            return render(messages if messages and messages[0]["role"] == SYSTEM else [system, *messages])
+
+        trial = _Trial(render_behind)
+        if trial.shows_string(USER) or trial.shows_list(USER):
+            return replace(find_forms(render_behind, places), without_system=False)
+    return Forms()
+
+
 @dataclass
 class _Trial:
     render: Render
-    as_string: bool
-    """Whether the content of the messages around the one on trial is a string."""
+    strings: frozenset[str] = frozenset(_AROUND)
+    """Kinds of messages whose content is a string where another one is on trial."""
     calls: Message = field(default_factory=dict)
     """The fields of a message with a call; empty if the template shows none."""
 
@@ -136,10 +153,10 @@ class _Trial:
         return Forms(
             strings=strings,
             lists=lists,
-            lost=frozenset(kind for kind in unseen if self._text(self._with_content(kind, self._content(_WORD)))),
+            lost=frozenset(kind for kind in unseen if self._text(self._with_content(kind, self._content(kind, _WORD)))),
             media={kind: self.media(kind, places) for kind in lists},
             leading_systems=self.shows(SYSTEM, SYSTEM, USER),
-            always_system=not self.calls or self.shows(SYSTEM, USER, CALLS, TOOL),
+            always_system=all(self.shows(SYSTEM, *kinds) or not self.shows(*kinds) for kinds in self._other_ends()),
             later_systems=self.shows(SYSTEM, USER, ASSISTANT, SYSTEM, USER) and self.shows(SYSTEM, USER, SYSTEM),
             users=users,
             assistants=assistants,
@@ -159,11 +176,26 @@ class _Trial:
             shows_reasoning=self._shows_reasoning(),
         )
 
+    def _other_ends(self) -> list[tuple[str, ...]]:
+        """Return conversations that don't end with the user."""
+        return [(USER, ASSISTANT), *([(USER, CALLS, TOOL)] if self.calls else [])]
+
     def shows(self, *kinds: str) -> bool:
         """Return whether the template shows all contents of a conversation."""
         messages = self._conversation(kinds)
         text = self._text(messages)
         return text is not None and all(_word(n) in text for n, kind in enumerate(kinds) if kind != CALLS)
+
+    def shows_in_a_form(self, kind: str) -> bool:
+        """Return whether the template shows messages of a kind in the form of users' messages, or in the other one,
+        which they then have."""
+        kinds, _ = _AROUND[kind]
+        own = self.strings
+        for self.strings in (own, own ^ ({ASSISTANT, CALLS} if kind == ASSISTANT else {kind})):
+            if self.shows(*kinds):
+                return True
+        self.strings = own
+        return False
 
     def shows_string(self, kind: str) -> bool:
         text = self._text(self._with_content(kind, _WORD))
@@ -203,14 +235,16 @@ class _Trial:
         except InvalidRequest:
             return None
 
-    def _content(self, word: str) -> str | list[Message]:
-        return word if self.as_string else _parts(word)
+    def _content(self, kind: str, word: str) -> str | list[Message]:
+        return word if kind in self.strings else _parts(word)
 
     def _conversation(self, kinds: Sequence[str]) -> list[Message]:
         messages = []
+        # as in requests, only results of calls have names
+        result = {"tool_call_id": _IDS[0]} | ({"name": _NAMES[0]} if CALLS in kinds else {})
         for n, kind in enumerate(kinds):
-            message: Message = {"role": ASSISTANT if kind == CALLS else kind, "content": self._content(_word(n))}
-            more = {CALLS: self.calls, TOOL: {"tool_call_id": _IDS[0]}}
+            message: Message = {"role": ASSISTANT if kind == CALLS else kind, "content": self._content(kind, _word(n))}
+            more = {CALLS: self.calls, TOOL: result}
             messages.append(message | more.get(kind, {}))
         return messages
 
@@ -225,7 +259,8 @@ class _Trial:
         """Return a conversation with these calls and a result of each."""
         user, asked = self._conversation((USER, CALLS))
         results = [
-            self._conversation([USER] * (2 + n) + [TOOL])[-1] | {"tool_call_id": one["id"]}
+            self._conversation([USER] * (2 + n) + [TOOL])[-1]
+            | {"tool_call_id": one["id"], "name": one["function"]["name"]}
             for n, one in enumerate(calls)
         ]
         return [user, asked | {"tool_calls": list(calls)}, *results]
@@ -233,15 +268,19 @@ class _Trial:
     def _find_calls(self) -> bool:
         """Find how the template shows calls; return whether it takes their arguments as text."""
         ((key, value),) = _ARGUMENTS.items()
-        for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
-            for content in ("", None):
-                calls = [_call(_IDS[0], _NAMES[0], arguments)]
-                self.calls = {"content": content, "tool_calls": calls}
-                text = self._text(self._with_calls(*calls)) or ""
-                wanted = [arguments] if isinstance(arguments, str) else [key, value]
-                if all(word in text for word in (_NAMES[0], *wanted)) and f"'{key}'" not in text:
-                    return isinstance(arguments, str)
-        self.calls = {}
+        own = self.strings
+        for strings, arguments, content in product(
+            (own, own ^ {TOOL}), (_ARGUMENTS, json.dumps(_ARGUMENTS)), ("", None)
+        ):
+            calls = [_call(_IDS[0], _NAMES[0], arguments)]
+            self.strings, self.calls = strings, {"content": content, "tool_calls": calls}
+            text = self._text(self._with_calls(*calls)) or ""
+            wanted = [arguments] if isinstance(arguments, str) else [key, value]
+            if all(word in text for word in (_NAMES[0], *wanted)) and f"'{key}'" not in text:
+                self.shows_in_a_form(TOOL)
+                return isinstance(arguments, str)
+        self.strings, self.calls = own, {}
+        self.shows_in_a_form(TOOL)
         return False
 
     def _shows_several_calls(self) -> bool:
@@ -264,7 +303,7 @@ class _Trial:
         for text in ("", " "):
             messages = self._conversation((USER, ASSISTANT, USER, ASSISTANT, USER))
             for message in messages[1:3]:
-                message["content"] = self._content(text)
+                message["content"] = self._content(message["role"], text)
             if self._text(messages) is not None:
                 return text
         return None
