@@ -164,8 +164,8 @@ def test_sentencepiece(settings: dict[str, Any], text: str, tokens: list[str], d
     assert made.decode(found.ids, skip_special_tokens=True) == decoded
 
 
-@pytest.mark.parametrize("name", PRE_TOKENIZERS)
-def test_each_way_to_divide_text_loads(name: str) -> None:
+def byte_level(name: str, **settings: Any) -> Tokenizer:
+    """A tokenizer of bytes that divides text as ``name`` says."""
     alphabet = sorted(set(map(chr, range(33, 127))))
     file = GgufFile(
         Path("x"),
@@ -175,10 +175,42 @@ def test_each_way_to_divide_text_loads(name: str) -> None:
             "tokenizer.ggml.tokens": alphabet,
             "tokenizer.ggml.token_type": np.ones(len(alphabet)),
             "tokenizer.ggml.merges": [],
+            **settings,
         },
         {},
     )
-    assert Tokenizer.from_str(tokenizer_json(file)).encode("it's 12").tokens
+    return Tokenizer.from_str(tokenizer_json(file))
+
+
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+def test_each_way_to_divide_text_loads(name: str) -> None:
+    assert byte_level(name).encode("it's 12").tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("tekken", "HelloWorld don't 123", ["Hello", "World", "Ġdon", "'t", "Ġ", "1", "2", "3"]),
+        ("gpt-4o", "HelloWorld don't 1234", ["Hello", "World", "Ġdon't", "Ġ", "123", "4"]),
+        ("llama4", "a/\n\nb", ["a", "/ĊĊ", "b"]),
+        ("glm4", "HelloWorld's 1234", ["HelloWorld", "'s", "Ġ", "123", "4"]),
+        ("qwen35", "cafe\u0301 x12", ["cafeÌģ", "Ġx", "1", "2"]),
+        ("qwen2", "cafe\u0301 x12", ["cafe", "Ìģ", "Ġx", "1", "2"]),
+        ("deepseek-v3", "x1234你好.abc", ["x", "123", "4", "ä½łå¥½", ".abc"]),
+        ("smollm", "Hi 12", ["Hi", "Ġ", "1", "2"]),
+    ],
+)
+def test_where_text_is_divided(name: str, text: str, words: list[str]) -> None:
+    """As the models' own tokenizers divide it."""
+    divides = byte_level(name).pre_tokenizer
+    assert divides is not None
+    assert [word for word, _ in divides.pre_tokenize_str(text)] == words
+
+
+@pytest.mark.parametrize("name", ["llama-bpe", "tekken", "qwen2"])
+def test_which_tokenizers_begin_with_a_token(name: str) -> None:
+    begins = byte_level(name, **{"tokenizer.ggml.bos_token_id": 0}).encode("a").ids[0] == 0
+    assert begins == (name != "qwen2")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
+from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from tests.support.backbones import IDS, VOCABULARY
@@ -61,6 +62,18 @@ SOURCES: dict[str, Tiny] = {
     "qwen2moe": _tiny("Qwen2Moe", "qwen2_moe", **EXPERTS, shared_expert_intermediate_size=128, norm_topk_prob=False),
     "qwen3": _tiny("Qwen3", "qwen3"),
     "qwen3moe": _tiny("Qwen3Moe", "qwen3_moe", **EXPERTS, norm_topk_prob=True),
+    "phi3": _tiny(
+        "Phi3",
+        "phi3",
+        partial_rotary_factor=0.75,
+        sliding_window=48,
+        head_dim=16,
+        pad_token_id=0,
+        original_max_position_embeddings=2048,
+        rope_scaling={"type": "longrope", "attention_factor": 1.0625}
+        | {f"{name}_factor": [1 + number / at for number in range(6)] for name, at in (("short", 16), ("long", 2))},
+    ),
+    "glm4": _tiny("Glm4", "glm4", partial_rotary_factor=0.5, attention_bias=True, pad_token_id=0),
     "gemma2": _tiny("Gemma2", "gemma2", tie_word_embeddings=True, **GEMMA, **SOFTCAPS),
     "gemma3": _tiny(
         "Gemma3", "gemma3_text", tie_word_embeddings=True, sliding_window_pattern=6, rope_local_base_freq=1e4, **GEMMA
@@ -138,7 +151,7 @@ def _write_settings(writer: GGUFWriter, architecture: str, config: dict[str, Any
         "expert_feed_forward_length": "moe_intermediate_size",
         "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     }
-    if "sliding_window_pattern" in config or "attn_logit_softcapping" in config:
+    if architecture == "phi3" or "sliding_window_pattern" in config or "attn_logit_softcapping" in config:
         counts["attention.sliding_window"] = "sliding_window"
     floats = {
         "attention.layer_norm_rms_epsilon": "rms_norm_eps",
@@ -146,6 +159,8 @@ def _write_settings(writer: GGUFWriter, architecture: str, config: dict[str, Any
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
     }
+    if share := config.get("partial_rotary_factor"):
+        writer.add_uint32(f"{architecture}.rope.dimension_count", int(share * config["head_dim"]))
     for name, ours in counts.items():
         if ours in config:
             writer.add_uint32(f"{architecture}.{name}", config[ours])
@@ -153,6 +168,10 @@ def _write_settings(writer: GGUFWriter, architecture: str, config: dict[str, Any
     for name, ours in floats.items():
         if ours in config:
             writer.add_float32(f"{architecture}.{name}", config[ours])
+    _write_rope(writer, architecture, config)
+
+
+def _write_rope(writer: GGUFWriter, architecture: str, config: dict[str, Any]) -> None:
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if sections := scaling.get("mrope_section"):
         writer.add_array(f"{architecture}.rope.dimension_sections", [*sections, 0])
@@ -163,9 +182,27 @@ def _write_settings(writer: GGUFWriter, architecture: str, config: dict[str, Any
         for name, ours in YARN.items():
             if ours in scaling:
                 writer.add_float32(f"{architecture}.{name}", scaling[ours])
+    elif scaling.get("type") == "longrope":
+        length = config["original_max_position_embeddings"]
+        writer.add_uint32(f"{architecture}.rope.scaling.original_context_length", length)
+        writer.add_float32(f"{architecture}.rope.scaling.attn_factor", scaling["attention_factor"])
+        for name in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.array(scaling[f"{name}_factor"], np.float32))
+    elif scaling.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_factors(config, scaling))
     elif scaling:
         writer.add_string(f"{architecture}.rope.scaling.type", scaling["rope_type"])
         writer.add_float32(f"{architecture}.rope.scaling.factor", scaling["factor"])
+
+
+def llama3_factors(config: dict[str, Any], scaling: dict[str, Any]) -> NDArray[np.float32]:
+    """What the converter makes of the settings of Llama 3: a divisor of each frequency."""
+    places = np.arange(0, config["head_dim"], 2) / config["head_dim"]
+    waves = 2 * np.pi * config["rope_theta"] ** places
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    smooth = np.clip((scaling["original_max_position_embeddings"] / waves - low) / (high - low), 0, 1)
+    factors: NDArray[np.float32] = (1 / ((1 - smooth) / scaling["factor"] + smooth)).astype(np.float32)
+    return factors
 
 
 def _write_tokenizer(writer: GGUFWriter, source: Path) -> None:

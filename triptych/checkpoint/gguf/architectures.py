@@ -26,6 +26,13 @@ ATTENTION = {
     "attn_qkv": "self_attn.qkv_proj",
 }
 MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+FUSED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+GLM_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_self_attn_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
 NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 GEMMA_NORMS = {
     "attn_norm": "input_layernorm",
@@ -44,6 +51,12 @@ EXPERTS = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 """``{}`` is an expert's number."""
+FACTORS = "rope_freqs.weight"
+"""Divisors of the rope's frequencies (Llama 3.1 and later)."""
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+UNPLACED = (FACTORS, LONG_FACTORS, SHORT_FACTORS)
+"""Tensors that become settings."""
+MAX_VALUES = 2**16
 WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -72,6 +85,20 @@ class ModelSettings:
         if not isinstance(found, np.ndarray) or not np.isfinite(found).all():
             raise CheckpointError(f"{self.file.path}: {key} must be numbers, not {found!r}")
         return [decimal(one) if isinstance(one, float) else one for one in found.tolist()]
+
+    def values(self, name: str) -> list[float]:
+        """Return the values of a small tensor. Raises CheckpointError for one that is missing, too large or not of
+        positive numbers in float32."""
+        found = self.file.tensors.get(name)
+        if found is None or found.kind.name != "F32" or found.num_bytes > MAX_VALUES * 4:
+            raise CheckpointError(f"{self.file.path}: tensor {name!r} must be at most {MAX_VALUES} numbers in float32")
+        try:
+            values = np.fromfile(found.path, "<f4", found.num_bytes // 4, offset=found.offset)
+        except OSError as error:
+            raise CheckpointError(f"{found.path}: can't be read: {error.strerror}") from error
+        if not np.isfinite(values).all() or values.min(initial=1) <= 0:
+            raise CheckpointError(f"{found.path}: tensor {name!r} must be positive numbers")
+        return [float(one) for one in values]
 
     def has(self, name: str) -> bool:
         return f"{self._architecture}.{name}" in self.file.settings
@@ -143,6 +170,7 @@ def _common(settings: ModelSettings) -> Config:
         "tie_word_embeddings": "output.weight" not in tensors,
         "rope_theta": settings.number("rope.freq_base", 10_000.0),
         "dtype": "float32",
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
     }
     kind = settings.text("rope.scaling.type")
     if kind == "linear" and settings.number("rope.scaling.factor") != 1:
@@ -151,10 +179,35 @@ def _common(settings: ModelSettings) -> Config:
         config["rope_scaling"] = _yarn(settings)
     elif kind not in ("", "none", "linear"):
         raise CheckpointError(f"{settings.file.path}: rope.scaling.type {kind!r} is not served")
-    for tensor in ("rope_freqs.weight", "rope_factors_long.weight"):
-        if tensor in tensors:
-            raise CheckpointError(f"{settings.file.path}: tensor {tensor!r}, factors of the rope, is not served")
+    if FACTORS in tensors:
+        length, factors = config["max_position_embeddings"], settings.values(FACTORS)
+        config["rope_scaling"] = _longrope(length, factors, factors) | {"attention_factor": 1.0}
     return config
+
+
+def _longrope(length: int, short: list[float], long: list[float]) -> Config:
+    """Return rotary settings with a divisor for each frequency, ``short`` up to a length."""
+    factors = {"short_factor": short, "long_factor": long}
+    return {"rope_type": "longrope", "original_max_position_embeddings": length} | factors
+
+
+def _phi3(settings: ModelSettings) -> Config:
+    """A window of zero means none."""
+    config: Config = _partial(settings) | {"sliding_window": settings.number("attention.sliding_window", 0) or None}
+    if LONG_FACTORS in settings.file.tensors:
+        length = settings.number("rope.scaling.original_context_length")
+        scaling = _longrope(length, settings.values(SHORT_FACTORS), settings.values(LONG_FACTORS))
+        if settings.has("rope.scaling.attn_factor"):
+            scaling["attention_factor"] = settings.number("rope.scaling.attn_factor")
+        config |= {"original_max_position_embeddings": length, "rope_scaling": scaling}
+    return config
+
+
+def _partial(settings: ModelSettings) -> Config:
+    """Return the share of a head's values that are rotated."""
+    heads, width = settings.number("attention.head_count"), settings.number("embedding_length")
+    length = settings.number("attention.key_length", width // heads if heads else 0)
+    return {"partial_rotary_factor": settings.number("rope.dimension_count", length) / max(1, length)}
 
 
 def _windows(settings: ModelSettings) -> Config:
@@ -236,6 +289,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3moe": Architecture("qwen3_moe", ATTENTION | EXPERTS | NORMS, _qwen3_moe),
     "qwen3vl": Architecture("qwen3", ATTENTION | MLP | NORMS, _windows),
     "qwen3vlmoe": Architecture("qwen3_moe", ATTENTION | EXPERTS | NORMS, _qwen3_moe),
+    "phi3": Architecture("phi3", ATTENTION | FUSED_MLP | NORMS, _phi3),
+    "glm4": Architecture("glm4", ATTENTION | FUSED_MLP | GLM_NORMS, _partial),
     "gemma2": Architecture("gemma2", ATTENTION | MLP | GEMMA_NORMS, _gemma2, norm_offset=1),
     "gemma3": Architecture("gemma3_text", ATTENTION | MLP | GEMMA_NORMS, _gemma3, norm_offset=1),
 }

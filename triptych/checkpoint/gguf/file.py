@@ -46,6 +46,8 @@ class GgufTensor:
     """In PyTorch's order: the last dimension is contiguous."""
     offset: int
     """Where its first byte is in the file."""
+    path: Path = Path()
+    """The file: of a model in several, one of them."""
 
     @property
     def row_bytes(self) -> int:
@@ -111,7 +113,7 @@ class _Parser:
         begin = -(-self._at // alignment) * alignment
         tensors = {}
         for one in described:
-            placed = GgufTensor(one.name, one.kind, one.shape, begin + one.offset)
+            placed = GgufTensor(one.name, one.kind, one.shape, begin + one.offset, self._path)
             if (end := placed.offset + placed.num_bytes) > len(self._data):
                 raise self._wrong(f"tensor {one.name!r} ends at byte {end} of {len(self._data)}")
             if one.name in tensors:

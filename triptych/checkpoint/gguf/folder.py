@@ -17,7 +17,7 @@ import numpy as np
 from blake3 import blake3
 
 from triptych.checkpoint.config_files import GENERATION_CONFIG
-from triptych.checkpoint.gguf.architectures import WHOLE, Architecture, Config, ModelSettings, config_of
+from triptych.checkpoint.gguf.architectures import UNPLACED, WHOLE, Architecture, Config, ModelSettings, config_of
 from triptych.checkpoint.gguf.file import GgufFile, GgufTensor, is_served, read_gguf
 from triptych.checkpoint.gguf.index import INDEX, SUFFIX, Entry, written
 from triptych.checkpoint.gguf.projectors import PROJECTORS
@@ -102,6 +102,8 @@ def _entries(files: Sequence[GgufFile], architecture: Architecture, config: Conf
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for number, file in enumerate(files):
         for tensor in file.tensors.values():
+            if tensor.name in UNPLACED:
+                continue
             part, _, kind = tensor.name.rpartition(".")
             part = re.sub(r"blk\.\d+\.", "", part)
             rotated = heads.get(part, 0) if architecture.rotated else 0

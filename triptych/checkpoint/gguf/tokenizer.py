@@ -19,6 +19,20 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 SPACE = "▁"
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 MARKS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+MARKED_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|"
+ENDING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+CASED = (
+    r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{0}|"
+    r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{0}|"
+)
+"""Words end where a small letter precedes a capital one."""
+CASED_MARKS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
+    r""" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+)
 
 JSON = dict[str, Any]
 
@@ -45,7 +59,8 @@ def tokenizer_json(file: GgufFile) -> str:
         if kind in (CONTROL, USER_DEFINED, UNKNOWN) and text
     ]  # fmt: skip
     bos = settings.get("tokenizer.ggml.bos_token_id")
-    adds = settings.get("tokenizer.ggml.add_bos_token", settings["tokenizer.ggml.model"] == "llama")
+    begins = settings["tokenizer.ggml.model"] == "llama" or settings.get("tokenizer.ggml.pre") in BEGINNING
+    adds = settings.get("tokenizer.ggml.add_bos_token", begins)
     if adds and isinstance(bos, int) and 0 <= bos < len(tokens):
         made["post_processor"] = _leading(tokens, bos)
     try:
@@ -131,10 +146,14 @@ def _numbers(file: GgufFile, name: str, count: int) -> Sequence[float]:
 
 
 def _by(pattern: str) -> list[JSON]:
-    whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}, whole]
+    return [_split(pattern), _WHOLE]
 
 
+def _split(pattern: str) -> JSON:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+_WHOLE: JSON = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 _BYTES: JSON = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _GPT2, _DIGITS = [_BYTES], [{"type": "Digits", "individual_digits": True}, _BYTES]
 _LLAMA3, _QWEN2 = _by(WORDS + r"\p{N}{1,3}" + MARKS), _by(WORDS + r"\p{N}" + MARKS)
@@ -142,13 +161,19 @@ PRE_TOKENIZERS: Mapping[str, list[JSON]] = {
     name: steps
     for names, steps in (
         ("default gpt-2 phi-2 mpt olmo jais", _GPT2),
+        ("tekken", _by(CASED.format("") + r"\p{N}" + CASED_MARKS)),
+        ("gpt-4o llama4", _by(CASED.format(ENDING) + r"\p{N}{1,3}" + CASED_MARKS)),
+        ("qwen35", _by(MARKED_WORDS + r"\p{N}" + MARKS.replace(r"\p{L}", r"\p{L}\p{M}"))),
+        ("deepseek-v3", [*map(_split, DEEPSEEK), _WHOLE]),
         ("smollm refact command-r starcoder codeshell", _DIGITS),
-        ("llama-bpe llama3 llama-v3 smaug-bpe dbrx", _LLAMA3),
+        ("llama-bpe llama3 llama-v3 pixtral falcon3 smaug-bpe dbrx chatglm-bpe glm4", _LLAMA3),
         ("qwen2 deepseek-r1-qwen stablelm2 hunyuan", _QWEN2),
     )
     for name in names.split()
 }
 """By llama.cpp's names: how text is divided before its bytes are merged."""
-WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3")
+BEGINNING = ("llama-bpe", "llama3", "llama-v3", "pixtral", "tekken")
+"""The first token is that of the beginning, unless a setting says otherwise."""
+WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3", "pixtral", "tekken", "glm4")
 """A word that is a token is taken whole, without merges."""
 NORMALISED = ("qwen2", "deepseek-r1-qwen")
