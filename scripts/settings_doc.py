@@ -32,7 +32,8 @@ def _row(item: dataclasses.Field[Any]) -> list[str]:
         flags = f"`{flag(item.name)}`, `--no-{_dashed(item.name)}`"
     else:
         flags = f"`{spellings(item.name)[0]}`"
-    return [flags, _default(item), item.metadata["help"], _allowed(item)]
+    gpu = f"; `{item.metadata['gpu']}` on GPUs" if item.metadata["gpu"] else ""
+    return [flags, _default(item) + gpu, item.metadata["help"], _allowed(item)]
 
 
 def _default(item: dataclasses.Field[Any]) -> str:

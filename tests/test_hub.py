@@ -213,7 +213,7 @@ def test_a_gpu_that_is_not_there_is_named_before_anything_starts(
     assert "--device cuda:1: this machine has no GPU" in capsys.readouterr().err
     (tmp_path / "nvidia0").touch()
     fitting.check_device(EngineConfig(device="cuda"))
-    fitting.check_memory(NAME, EngineConfig(), tmp_path, 10**18)  # not known before the start
+    fitting.check_memory(NAME, EngineConfig(device="cuda"), tmp_path, 10**18)  # not known before the start
 
 
 def test_pull_prints_the_folder(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:

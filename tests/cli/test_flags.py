@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.checkpoints import make_checkpoint
 from triptych import exit_codes
-from triptych.cli import flags, main, serve
+from triptych.cli import fitting, flags, main, serve
 from triptych.config import (
     CONFIG_GROUPS,
     EngineConfig,
@@ -32,6 +32,7 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NOT_ALONE = (
+    "engine_key_file",
     "lease_expiry",
     "ssl_certfile",
     "ssl_keyfile",
@@ -94,6 +95,8 @@ def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
         "allowed_hosts": "a.org, b.org",
         "allowed_local_media_path": "/srv/media",
         "max_image_pixels": "7",
+        "embedding_store": "mooncake://127.0.0.1:50051",
+        "engine": "vllm=http://127.0.0.1:8001",
         "fabric": "shm",
         "checksum": "always",
         "placement": "round-robin",
@@ -227,3 +230,27 @@ def test_a_variable_that_is_no_setting_is_refused(
     monkeypatch.setenv("TRIPTYCH_MAX_NUM_SEQ", "8")
     said = refused(capsys, "serve", folder)
     assert "TRIPTYCH_MAX_NUM_SEQ=8 is no setting; did you mean TRIPTYCH_MAX_NUM_SEQS?" in said
+
+
+# ── defaults by device ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("given", "build", "expected"),
+    [
+        ("", "2.13.0", (128, 8192, "70%", 8192)),
+        ("--device cpu", "2.13.0", (32, 512, "25%", 1024)),
+        ("", "2.13.0+cpu", (32, 512, "25%", 1024)),
+        ("--max-num-seqs 32 --kv-cache-memory 8GiB", "2.13.0", (32, 8192, "8GiB", 8192)),
+    ],
+)
+def test_defaults_follow_the_device(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, given: str, build: str, expected: tuple[int, int, str, int]
+) -> None:
+    """On a machine whose driver has made the device file of a GPU, with one build of PyTorch."""
+    monkeypatch.setattr(fitting, "GPUS", ("null",))
+    monkeypatch.setattr(fitting, "version", lambda _: build)
+    config = flags.serve_config(parsed(folder, *given.split()))
+    engine = config.engine
+    found = engine.max_num_seqs, engine.max_num_batched_tokens, str(engine.kv_cache_memory)
+    assert (*found, config.encode.encode_batch_patches) == expected

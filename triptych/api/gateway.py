@@ -239,7 +239,7 @@ class _Answering:
             hold=context.hold,
             moved=partial(self._metrics.recovered, "decode"),
         )
-        self._slot = self._lifecycle.admission.preparing(context.record.client)
+        self._slot = self._lifecycle.admission.holding(context.record.client)
 
     def __enter__(self) -> None:
         self._slot.__enter__()

@@ -1,6 +1,7 @@
 """Whether a model's weights fit in this machine's memory, before they are downloaded."""
 
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ SHARES = {"none": 1.0, "int8": 0.52, "int4": 0.4}
 def check_memory(name: str, engine: EngineConfig, folder: Path, num_bytes: int) -> None:
     """Raise StartError if weights of ``num_bytes`` don't fit in free memory; ``folder`` has the model's config. On a
     GPU nothing is checked: its memory is known only when an instance starts."""
-    if not _computes_on_cpus(engine.device):
+    if not computes_on_cpus(engine.device):
         return
     free, config = available_bytes(), load_config(folder)
     needed = {method: _needed(config, num_bytes, share) for method, share in SHARES.items()}
@@ -58,8 +59,16 @@ def check_device(engine: EngineConfig) -> None:
         raise ConfigError(f"--device {engine.device}: this machine has no GPU, or no driver for it: /dev has none")
 
 
-def _computes_on_cpus(device: str) -> bool:
-    return device == "cpu" or (device == "auto" and not _has_gpu())
+def computes_on_cpus(device: str) -> bool:
+    """Return whether ``--device`` is a CPU on this machine, as far as that is known without PyTorch."""
+    return device == "cpu" or (device == "auto" and (not _has_gpu() or _is_cpu_build()))
+
+
+def _is_cpu_build() -> bool:
+    try:
+        return version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return True
 
 
 def _has_gpu() -> bool:

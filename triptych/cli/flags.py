@@ -15,7 +15,7 @@ from triptych.checkpoint.config_files import MISTRAL_CONFIG, load_config, quanti
 from triptych.checkpoint.gguf.index import SUFFIX
 from triptych.checkpoint.safetensors_header import has_weights, no_weights, read_folder
 from triptych.cli import sources
-from triptych.cli.fitting import check_device, check_memory
+from triptych.cli.fitting import check_device, check_memory, computes_on_cpus
 from triptych.cli.help_all import HelpAll, make_rare
 from triptych.cli.spelling import Fits
 from triptych.config import (
@@ -143,7 +143,8 @@ def add_group(parser: argparse.ArgumentParser, settings_class: type[Settings], *
         also = f"; also {also}" if also else ""
         if off := ", ".join(map(flag, item.metadata["off"])):
             also += f"; {off} switch{'' if ',' in off else 'es'} it off"
-        text = f"{item.metadata['help']} (default: {_shown(item.default)}{also})"
+        gpu = f"; on GPUs {_shown(item.metadata['gpu'])}" if item.metadata["gpu"] else ""
+        text = f"{item.metadata['help']} (default: {_shown(item.default)}{gpu}{also})"
         text = text.replace("%", "%%")  # argparse takes it for a format
         for name in names_of(item):
             shown: dict[str, Any] = {"dest": name, "default": None, "help": text if name == item.name else SUPPRESS}
@@ -157,10 +158,10 @@ def add_group(parser: argparse.ArgumentParser, settings_class: type[Settings], *
             group.add_argument(flag(name), dest=item.name, action="store_false", default=None, help=SUPPRESS)
 
 
-def settings(group: type[G], arguments: argparse.Namespace) -> G:
-    """Return a group of settings from flags, environment, file and defaults; its paths are absolute. Raises ConfigError
-    for an invalid value, for two that contradict each other, and for unknown names."""
-    values = {}
+def settings(group: type[G], arguments: argparse.Namespace, *, on_gpu: bool = False) -> G:
+    """Return a group of settings from flags, environment, file and defaults, which may differ ``on_gpu``; its paths are
+    absolute. Raises ConfigError for an invalid value, for two that contradict each other, and for unknown names."""
+    values = {item.name: gpu for item in dataclasses.fields(group) if on_gpu and (gpu := item.metadata["gpu"])}
     for item in public_fields(group):
         for given, source in _given(item, arguments):
             value = parse_value(given, item, source)
@@ -242,12 +243,13 @@ def serve_config(arguments: argparse.Namespace, *, needs_weights: bool = True) -
     is_small = role in (Role.E, "FRONTEND")
     if needs_weights and role != "FRONTEND" and getattr(arguments, "on", None) is None:
         check_device(engine)
+    on_gpu = getattr(arguments, "on", None) is None and not computes_on_cpus(engine.device)
     check = partial(check_memory, arguments.model, engine) if needs_weights and not is_small else no_check
     mmproj = getattr(arguments, "mmproj", None)
     return ServeConfig(
         model=model_folder(arguments.model, mmproj, needs_weights=needs_weights, check=check),
-        engine=engine,
-        encode=settings(EncodeConfig, arguments),
+        engine=settings(EngineConfig, arguments, on_gpu=on_gpu),
+        encode=settings(EncodeConfig, arguments, on_gpu=on_gpu),
         transfer=settings(TransferConfig, arguments),
         cluster=settings(ClusterConfig, arguments),
         frontend=frontend_settings(arguments),

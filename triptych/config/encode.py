@@ -12,7 +12,7 @@ class EncodeConfig(Settings):
     """Encode instances."""
 
     encode_batch_patches: int = setting(
-        1024, "maximum patches in one batch; a larger item is encoded by itself", ge=1, internal=True
+        1024, "maximum patches in one batch; a larger item is encoded by itself", ge=1, gpu=8192, internal=True
     )
     encode_latency_ms: int = setting(
         250,

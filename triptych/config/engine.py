@@ -77,11 +77,12 @@ class EngineConfig(Settings):
         32,
         "maximum requests that one language instance runs at a time",
         ge=1,
+        gpu=128,
         also=("max_running_requests", "parallel", "np"),
         common=True,
     )
     max_num_batched_tokens: int = setting(
-        512, "tokens in one step: decodes first, then prefill chunks", ge=1, common=True
+        512, "tokens in one step: decodes first, then prefill chunks", ge=1, gpu=8192, common=True
     )
     cuda_graphs: bool = setting(
         True, "on GPUs, run steps and encoders as CUDA graphs", off=("enforce_eager", "disable_cuda_graph")
@@ -99,6 +100,7 @@ class EngineConfig(Settings):
         "KV cache memory: an amount per language instance (8GiB, 500MB), or a share of the memory that is free after "
         "loading (25%), divided among the instances of one command",
         parse=MemorySize.parse,
+        gpu=MemorySize(share=0.7),
         also=("kv_cache_memory_bytes",),
         common=True,
     )

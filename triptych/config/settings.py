@@ -24,6 +24,7 @@ def setting(
     hint: str = "",
     path: bool = False,
     parse: Callable[[str], Any] | None = None,
+    gpu: Any = None,
     common: bool = False,
     internal: bool = False,
 ) -> Any:
@@ -33,16 +34,18 @@ def setting(
     bound. ``choices`` are the values of a text; ``hint`` ends the message when another is given. ``also`` are other
     names that it accepts: other projects', where they mean the same. ``off`` are flags that switch it off. A ``path``
     is made absolute when it is read, since child processes run in another folder. ``parse`` makes a value of a text and
-    raises ConfigError without naming the setting. ``--help`` lists ``common`` settings, and ``--help-all`` all but
-    ``internal`` ones, which only code sets: they have no flag, no variable and no place in a file. Raises TypeError for
-    a number without a bound.
+    raises ConfigError without naming the setting. ``gpu`` is its default where instances compute on a GPU, if another;
+    commands choose it, since only they know the machine. ``--help`` lists ``common`` settings, and ``--help-all`` all
+    but ``internal`` ones, which only code sets: they have no flag, no variable and no place in a file. Raises TypeError
+    for a number without a bound.
     """
     if type(default) in (int, float) and ge is None and gt is None:
         raise TypeError(f"a number needs ge or gt: {meaning}")
     names = {"help": meaning, "also": also, "off": off}
     shown = {"common": common, "internal": internal}
     bounds = {"ge": ge, "gt": gt, "le": le, "choices": choices, "hint": hint}
-    return field(default=default, metadata=names | bounds | shown | {"path": path, "parse": parse})
+    read = {"path": path, "parse": parse, "gpu": gpu}
+    return field(default=default, metadata=names | bounds | shown | read)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ class Admission:
         """Cost of the queued requests' items."""
         self._num_with_items: Counter[str] = Counter()
         """Queued requests with items, by client."""
-        self._preparing: Counter[str] = Counter()
+        self._outside: Counter[str] = Counter()
+        """Requests in flight that aren't in the table, by client."""
         self._prepared_since: dict[object, float] = {}
         """When the preparation of each of these requests began, the oldest first."""
 
@@ -57,15 +58,23 @@ class Admission:
     def preparing(self, client: str, now: float) -> Iterator[None]:
         """Count a client's request as in flight while its prompt is prepared."""
         request = object()
-        self._preparing[client] += 1
         self._prepared_since[request] = now
+        try:
+            with self.holding(client):
+                yield
+        finally:
+            del self._prepared_since[request]
+
+    @contextmanager
+    def holding(self, client: str) -> Iterator[None]:
+        """Count a client's request as in flight that isn't in the table."""
+        self._outside[client] += 1
         try:
             yield
         finally:
-            del self._prepared_since[request]
-            self._preparing[client] -= 1
-            if not self._preparing[client]:
-                del self._preparing[client]
+            self._outside[client] -= 1
+            if not self._outside[client]:
+                del self._outside[client]
 
     def in_preparation(self, now: float) -> StageQueue:
         """Return the requests whose prompts are being prepared."""
@@ -78,12 +87,12 @@ class Admission:
         return self._num_in_flight() / self._policy.max_queue
 
     def _num_in_flight(self) -> int:
-        return len(self._requests) + self._preparing.total()
+        return len(self._requests) + self._outside.total()
 
     def check_capacity(self, client: str, now: float) -> None:
         """Raise RateLimited if the client is at its limit, and Overloaded if the service is at its limit."""
         total = self._num_in_flight()
-        own = self._requests.num_of_client(client) + self._preparing[client]
+        own = self._requests.num_of_client(client) + self._outside[client]
         self._policy.check_capacity(InFlight(total, own), self.forecast, now)
 
     def check(
@@ -189,7 +198,7 @@ class Admission:
         return bool(self._num_with_items)
 
     def debug_state(self) -> AdmissionState:
-        return AdmissionState(self._queue.debug_state(), len(self._tickets), self._preparing.total())
+        return AdmissionState(self._queue.debug_state(), len(self._tickets), self._outside.total())
 
     def __len__(self) -> int:
         """Number of queued requests."""
