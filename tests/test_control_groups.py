@@ -73,6 +73,17 @@ def test_quota_of_processor_time(
     assert groups(tmp_path, path, files, root=root, version=version).cpu_quota() == cores
 
 
+def test_the_mount_that_has_the_processs_group_counts(tmp_path: Path) -> None:
+    """A container may see other groups, too, for example those of the machine's monitoring."""
+    own = groups(tmp_path, "/pod/c", {"cpu.max": "200000 100000"}, root="/pod/c")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "cpu.max").write_text("100000 100000")
+    lines = f"30 23 0:28 /system {other} rw - cgroup2 cgroup2 rw\n" + (tmp_path / "mountinfo").read_text()
+    (tmp_path / "mountinfo").write_text(lines)
+    assert own.cpu_quota() == 2
+
+
 def test_what_is_left_of_a_memory_limit(tmp_path: Path) -> None:
     """The tightest limit counts, and the page cache as free."""
     files = {

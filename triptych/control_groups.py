@@ -45,12 +45,13 @@ class ControlGroups:
         of version 2 for an empty name."""
         try:
             path = self._path(controller)
-            mount = self._mount(controller)
+            mounts = list(self._mounts(controller))
         except (OSError, ValueError):
             return
-        if path is None or mount is None:
+        if path is None or not mounts:
             return
-        root, folder = mount
+        # others may show groups beside the process's own
+        root, folder = next((one for one in mounts if path.is_relative_to(one[0])), mounts[0])
         # outside of what is mounted, only the mount's own root is visible
         visible = path.relative_to(root).parts if path.is_relative_to(root) and ".." not in path.parts else ()
         for depth in range(len(visible), -1, -1):
@@ -64,16 +65,15 @@ class ControlGroups:
                 return PurePosixPath(path)
         return None
 
-    def _mount(self, controller: str) -> tuple[PurePosixPath, Path] | None:
-        """Return the mounted group and its folder by /proc/PID/mountinfo (proc_pid_mountinfo(5)): the 4th and 5th field
+    def _mounts(self, controller: str) -> Iterator[tuple[PurePosixPath, Path]]:
+        """Yield mounted groups and their folders by /proc/PID/mountinfo (proc_pid_mountinfo(5)): the 4th and 5th field
         of a line, whose type and super options follow `` - ``."""
         for line in (self.process / "mountinfo").read_text().splitlines():
             about, _, file_system = line.partition(" - ")
             kind, _, options = file_system.split(" ", 2)
             if kind == ("cgroup" if controller else "cgroup2") and (not controller or controller in options.split(",")):
                 root, folder = about.split(" ")[3:5]
-                return PurePosixPath(_unescaped(root)), Path(_unescaped(folder))
-        return None
+                yield PurePosixPath(_unescaped(root)), Path(_unescaped(folder))
 
 
 OWN_GROUPS = ControlGroups()

@@ -149,6 +149,7 @@ APE = struct.pack("<8sLLLL8x", b"APETAGEX", 2000, 2000, 0, 1 << 31 | 1 << 29) + 
         (OPUS + OPUS, 0.73),
         (OPUS + JUNK, 0.73),
         (made("amr", "libopencore_amrnb") + b"\n", 0.74),
+        (made("wav", "pcm_s16le")[:-400], 0.73),  # a size that counts headers, too
     ],
 )
 def test_what_is_around_and_between_frames_does_not_matter(data: bytes, seconds: float) -> None:
@@ -167,7 +168,12 @@ def test_what_is_around_and_between_frames_does_not_matter(data: bytes, seconds:
         (b"RIFF" + bytes(4) + b"AVI " + MP3, UnsupportedMedia, "a RIFF file"),
         (b"#!AMR_MC1.0\n" + bytes(99), UnsupportedMedia, "several channels"),
         (made("w64", "pcm_s16le")[:56] + b"\xff" * 8 + bytes(40), TruncatedMedia, "ends within its header"),
-        (JUNK * 100, UnsupportedMedia, "not audio of a known format"),
+        (JUNK * 100, UnsupportedMedia, "not audio of a known format: WAV"),
+        (
+            bytes.fromhex("47") + bytes(187) + bytes.fromhex("47") + bytes(999),
+            UnsupportedMedia,
+            "transport stream: WAV",
+        ),
     ],
 )
 def test_other_files_are_refused_with_what_is_supported(data: bytes, error: type[MediaError], match: str) -> None:

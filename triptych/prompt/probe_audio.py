@@ -12,6 +12,7 @@ from triptych.media.sound_tags import behind_tags
 from triptych.prompt.containers.audio_chunks import is_chunked, probe_chunked
 from triptych.prompt.containers.audio_frames import probe_amr, probe_frames
 from triptych.prompt.containers.flac import probe_flac
+from triptych.prompt.containers.known import described
 from triptych.prompt.containers.ogg import probe_ogg
 from triptych.prompt.probe_video import is_video, probe_audio_track
 from triptych.types import AudioHeader
@@ -87,7 +88,7 @@ def _probe(data: bytes) -> AudioHeader:
             raise UnsupportedMedia(f"a {name} file, which isn't supported as audio: {_SUPPORTED}")
     header = probe_frames(data)
     if header is None:
-        raise UnsupportedMedia(f"not audio of a known format: {_SUPPORTED}")
+        raise UnsupportedMedia(f"not audio of a known format{described(data)}: {_SUPPORTED}")
     return header
 
 

@@ -36,6 +36,8 @@ _AU_CODES = {1: 1, 2: 1, 3: 2, 4: 3, 5: 4, 6: 4, 7: 8, 27: 1}
 _CAF_FRAMES = frozenset({b".mp1", b".mp2", b".mp3"})
 """Codecs of which FFmpeg's muxer declares wrong lengths of packets."""
 _MAX_NUMBER_BYTES = 10
+_HEADERS = 512
+"""Bytes that a size may have too many."""
 _IMA_BYTES, _IMA_SAMPLES = 34, 64
 """Bytes and samples of a channel's packet in Apple's IMA ADPCM."""
 
@@ -108,10 +110,10 @@ def _w64_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 def _end(data: bytes, name: str, start: int, size: int) -> int:
     """Return where samples end that have a size; 0 and huge ones are of files that were written to where their end was
-    unknown. Raises TruncatedMedia if the file ends before them."""
+    unknown. Some writers count their headers, too. Raises TruncatedMedia if the file ends before them."""
     if not size:
         return len(data)
-    if start + size > len(data) and size < _STREAMED:
+    if start + size > len(data) + _HEADERS and size < _STREAMED:
         raise TruncatedMedia(f"the {name} audio ends within its samples")
     return min(start + size, len(data))
 
