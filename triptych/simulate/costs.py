@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from triptych.costs.profile import Cost, Profile, Stage, batch_values, step_values
+from triptych.costs.profile import STAGES, Cost, Profile, Stage, batch_values, step_values
 from triptych.messages.rows import RowKind
 from triptych.types import ImageHeader, ItemPlan, VideoHeader
 
@@ -31,8 +31,8 @@ class InstanceCosts(Protocol):
     def preprocess(self, plan: ItemPlan) -> float:
         """Return a worker's time for an item."""
 
-    def request(self, stage: Stage) -> float:
-        """Return the time of the loop for each request, or item, of a stage."""
+    def request(self, stage: Stage, prompt_tokens: int) -> float:
+        """Return the time of the loop for a request, or for an item where ``stage`` encodes."""
 
 
 class ServiceCosts(Protocol):
@@ -42,7 +42,7 @@ class ServiceCosts(Protocol):
     def hop(self) -> float:
         """Time of a message, one way."""
 
-    def submit(self, prompt_tokens: int, media_bytes: int) -> float:
+    def submit(self, prompt_tokens: int, num_items: int, media_bytes: int) -> float:
         """Return the frontend's time from a request's arrival until it is queued."""
 
     def report(self, tokens: int) -> float:
@@ -91,10 +91,10 @@ class LinearCosts:
     def preprocess(self, plan: ItemPlan) -> float:
         return self.per_patch_preprocessed * plan.patches
 
-    def request(self, stage: Stage) -> float:
+    def request(self, stage: Stage, prompt_tokens: int) -> float:
         return 0.0
 
-    def submit(self, prompt_tokens: int, media_bytes: int) -> float:
+    def submit(self, prompt_tokens: int, num_items: int, media_bytes: int) -> float:
         return self.per_request
 
     def report(self, tokens: int) -> float:
@@ -110,6 +110,8 @@ class LinearCosts:
         return self
 
 
+NOTHING = dict.fromkeys(("requests", "items", "prompt_tokens", "media_bytes", "output_tokens"), 0.0)
+"""The variables of overheads."""
 SIGMA = 1.48
 """Standard deviation of a normal distribution, in half distances between its quartiles."""
 
@@ -146,9 +148,11 @@ class ProfiledInstance:
             return 0.0
         return costs.get(media_format, next(iter(costs.values()))).seconds(pixels=pixels)
 
-    def request(self, stage: Stage) -> float:
+    def request(self, stage: Stage, prompt_tokens: int) -> float:
         cost = self._profile.request_overhead.get(stage)
-        return cost.seconds(requests=1, output_tokens=0) if cost is not None else 0.0
+        if cost is None:
+            return 0.0
+        return cost.seconds(**(NOTHING | {"requests": 1, "items": 1, "prompt_tokens": prompt_tokens}))
 
 
 class ProfiledCosts:
@@ -159,15 +163,16 @@ class ProfiledCosts:
         self._profile = profile
         self.hop = profile.hop.median
         frontend = profile.frontend
-        nothing = {"requests": 0.0, "prompt_tokens": 0.0, "media_bytes": 0.0}
-        self._per_report = frontend.seconds(**nothing, output_tokens=1) - frontend.seconds(**nothing, output_tokens=0)
+        self._per_report = frontend.seconds(**(NOTHING | {"output_tokens": 1})) - frontend.seconds(**NOTHING)
         kinds = profile.transfers.get(fabric) or next(iter(profile.transfers.values()), {})
         self._writes: dict[str, Cost] = dict(kinds)
+        self._slowdowns = {
+            (stage, beside): profile.slowdown(stage, beside, shared=False) for stage in STAGES for beside in STAGES
+        }
 
-    def submit(self, prompt_tokens: int, media_bytes: int) -> float:
-        return self._profile.frontend.seconds(
-            requests=1, prompt_tokens=prompt_tokens, media_bytes=media_bytes, output_tokens=0
-        )
+    def submit(self, prompt_tokens: int, num_items: int, media_bytes: int) -> float:
+        asked = {"requests": 1, "prompt_tokens": prompt_tokens, "items": num_items, "media_bytes": media_bytes}
+        return self._profile.frontend.seconds(**(NOTHING | asked))
 
     def report(self, tokens: int) -> float:
         return self._per_report * tokens
@@ -180,7 +185,7 @@ class ProfiledCosts:
         return max(0.0, begin - HOPS_OF_TRANSFER * self.hop) + cost.seconds(bytes=num_bytes) - begin
 
     def slowdown(self, stage: Stage, beside: Stage) -> float:
-        return self._profile.slowdown(stage, beside, shared=False)
+        return self._slowdowns[stage, beside]
 
     def of_instance(self, threads: int) -> ProfiledInstance:
         return ProfiledInstance(self._profile, threads)

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from triptych.config import EncodeConfig, EngineConfig, LeaseConfig
+from triptych.costs.profile import Stage
 from triptych.encode.loop import EncodeLoop
 from triptych.encode.runner import EncoderRunner
 from triptych.encode.store import MemoryStore
@@ -137,11 +138,12 @@ class SimulatedInstance:
     def _seconds_of(self, message: Message) -> float:
         match message:
             case Encode():
-                return self.pace.costs.request("encode")
+                return self.pace.costs.request("encode", 0)
             case Prefill():
-                return self.pace.costs.request("prefill")
+                return self.pace.costs.request("prefill", len(message.generate.tokens))
             case Generate():
-                return self.pace.costs.request("prefill" if self.process.role.prefills else "decode")
+                stage: Stage = "prefill" if self.process.role.prefills else "decode"
+                return self.pace.costs.request(stage, len(message.tokens))
             case _:
                 return 0.0
 

@@ -30,7 +30,7 @@ class ItemAsked:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: its items come first in the prompt."""
+    """A request: its items come one after the other."""
 
     at: float
     """Seconds after the load begins."""
@@ -40,6 +40,8 @@ class Asked:
     """Tokens that are generated."""
     items: tuple[ItemAsked, ...] = ()
     client: str = ""
+    lead: int = 0
+    """Tokens of the text before the items."""
 
     @property
     def num_prompt(self) -> int:
@@ -116,7 +118,7 @@ class SimulatedLoad:
         record = RequestRecord(f"{number}", "POST", self.service.clock, client=asked.client)
         self._open[number] = None  # until it is queued
         media = sum(item.num_bytes for item in asked.items)
-        prepared = self.service.costs.submit(asked.num_prompt, media)
+        prepared = self.service.costs.submit(asked.num_prompt, len(asked.items), media)
         # it holds a slot while its prompt is prepared, as in the API
         preparing = self.service.router.lifecycle.preparing(record, has_media=bool(asked.items))
         try:
@@ -171,12 +173,12 @@ class SimulatedLoad:
 
 def planned(asked: Asked) -> PlannedPrompt:
     """Return the prompt of a request."""
-    tokens, items = list[int](), list[PlannedItem]()
+    tokens, items = asked.text[: asked.lead], list[PlannedItem]()
     for place, one in enumerate(asked.items):
         spans = Placement((Span(len(tokens), one.plan.rows),))
         key = blake3(one.name.encode()).hexdigest()
         items.append(PlannedItem(key, one.name.encode(), one.plan, spans, f"messages[{place}]", place))
         tokens += [0] * one.plan.rows
-    tokens += asked.text
+    tokens += asked.text[asked.lead :]
     places = np.broadcast_to(np.arange(len(tokens), dtype=np.float64), (3, len(tokens)))
     return PlannedPrompt(tokens, Positions(places, len(tokens)), tuple(items))

@@ -12,6 +12,7 @@ from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.messages.codec import Message, decode, encode
 from triptych.messages.work import Heartbeat, Register, Tokens
 from triptych.router.router import Router
+from triptych.server.life import LifeState
 from triptych.simulate.costs import ServiceCosts
 from triptych.simulate.devices import Note
 from triptych.simulate.instance import IDENTITY, InstanceSettings, SimulatedInstance, SimulatedModel
@@ -184,5 +185,6 @@ class SimulatedService:
     def close(self) -> None:
         """End all instances."""
         for one in (*self.instances.values(), *self._lost):
-            one.process.end()
+            if one.process.life.state is not LifeState.ENDED:
+                one.process.end()
         self.router.close()

@@ -1,0 +1,213 @@
+"""``triptych plan``: simulates topologies with a profile and a workload, and says which one to start."""
+
+import argparse
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from triptych.cli import flags
+from triptych.cli.text_table import TextColumn, cell, table_lines
+from triptych.cli.units import duration, share
+from triptych.costs.profile import read
+from triptych.errors import ConfigError
+from triptych.observe import logs
+from triptych.planning import report
+from triptych.planning.candidates import Budget, Candidate, candidates
+from triptych.planning.plot import draw
+from triptych.planning.search import Capacity, SearchResult, bound, search
+from triptych.planning.trial import Slo, Trials
+from triptych.topology import Topology
+from triptych.workload.mix import WORKLOADS, read_workload
+from triptych.workload.trace import TraceRequest, read_trace
+
+REQUESTS = 200
+MAX_REQUESTS = 100_000
+MAX_CORES = 4096
+OBJECTIVES = ("ttft", "tpot")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s --profile FILE --workload NAME|FILE --slo ttft=2s,tpot=60ms [--cores N | --instances N]"
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", required=True, help="what triptych profile has measured"
+    )
+    parser.add_argument(
+        "--workload",
+        metavar="NAME|FILE",
+        required=True,
+        help=f"what is asked: {', '.join(WORKLOADS)}, a description in TOML (FILE.toml), or a trace of serve --record",
+    )
+    parser.add_argument(
+        "--slo",
+        metavar="OBJECTIVES",
+        required=True,
+        help="times that requests must keep, to the first token and for each later one: ttft=2s,tpot=60ms",
+    )
+    parser.add_argument(
+        "--attain", type=flags.number, default=0.99, metavar="SHARE", help="share of requests that must (default: 0.99)"
+    )
+    parser.add_argument(
+        "--cores", type=int, default=0, metavar="N", help="cores of one machine (default: those that were profiled)"
+    )
+    parser.add_argument(
+        "--instances", type=int, default=0, metavar="N", help="instances with a machine each, in place of --cores"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=0, metavar="N", help="threads of each instance (default: an even share)"
+    )
+    parser.add_argument(
+        "--topologies", metavar="TOPOLOGY,...", help="what to compare (default: all that fit)"
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=REQUESTS,
+        metavar="N",
+        help=f"requests of each simulated run (default: {REQUESTS}); more make sharper percentiles",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="what draws the workload and the spread (default: 0)")
+    parser.add_argument(
+        "--price", type=flags.number, metavar="PER_CORE_HOUR", help="price of a core for an hour: adds costs"
+    )
+    parser.add_argument("--model", default="MODEL", help="model in the command that is printed")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="drawing of goodput over rate (SVG)")
+    parser.add_argument("--json", action="store_true", help="print all that was found as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    console = Console(stderr=arguments.json)
+    profile = read(arguments.profile)
+    slo = _objectives(arguments.slo, arguments.attain)
+    number = _within("--requests", arguments.requests, 20, MAX_REQUESTS)
+    trials = Trials(profile, _requests(arguments.workload, number, arguments.seed), slo, arguments.seed)
+    budget = _budget(arguments, profile.machine.cores)
+    chosen = _candidates(arguments.topologies, budget, takes_media=profile.model.takes_media)
+    price = None if arguments.price is None else report.Price(arguments.price)
+
+    def told(one: Capacity) -> None:
+        found = f"{one.rate:.3g} requests/s" if one.rate else "keeps the objectives at no rate"
+        console.print(f"{report.describe(one.candidate)}: {found}", markup=False, highlight=False, style="dim")
+
+    with logs.quiet(logging.ERROR, unless=False):
+        result = search(trials, chosen, profile, slo.share, told)
+        above = bound(trials, result.chosen)
+        if arguments.plot is not None:
+            draw(trials, list(report.shown(result)), arguments.plot)
+    if arguments.json:
+        print(json.dumps(report.as_json(result, slo, above, price, arguments.model), indent=1))
+        return 0
+    for line in table_lines(_columns(result, price), console.width):
+        console.print(line, highlight=False)
+    console.print(f"\n{report.advice(result)}", markup=False, highlight=False)
+    console.print(f"Beyond that: {above.binds.sentence}", markup=False, highlight=False)
+    console.print(f"Start it: {result.chosen.candidate.command(arguments.model)}", markup=False, highlight=False)
+    return 0
+
+
+def _columns(result: SearchResult, price: report.Price | None) -> list[TextColumn]:
+    rows = list(report.shown(result))
+    chosen = result.chosen
+
+    def column(title: str, of: Callable[[Capacity], str], rank: int = 0, *, right: bool = True) -> TextColumn:
+        cells: list[Text] = [cell(of(one), "bold" if one is chosen else "") for one in rows]
+        return TextColumn(title, cells, rank, right)
+
+    columns = [
+        column("topology", lambda one: str(one.candidate), right=False),
+        column("threads", lambda one: str(one.candidate.threads), 2),
+        column("requests/s", lambda one: f"{one.rate:.3g}"),
+        column("ttft p50", lambda one: duration(one.at.ttft[0]) if one.at else "", 4),
+        column("ttft p99", lambda one: duration(one.at.ttft[1]) if one.at else "", 1),
+        column("tpot p99", lambda one: duration(one.at.tpot[1]) if one.at else "", 1),
+        column("busiest", _busiest, 3),
+    ]
+    if price is not None:
+        columns.append(column("per 1M tokens", lambda one: _money(price.per_million_tokens(one)), 1))
+        columns.append(column("per 1k media", lambda one: _money(price.per_thousand_items(one)), 2))
+    return columns
+
+
+def _busiest(one: Capacity) -> str:
+    if one.at is None:
+        return ""
+    name, busy = max(one.at.busy.items(), key=lambda item: item[1])
+    return f"{name} {share(busy)}"
+
+
+def _money(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _objectives(text: str, attain: float) -> Slo:
+    """Parse ``ttft=2s,tpot=60ms``. Raises ConfigError."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in OBJECTIVES or name in found:
+            raise ConfigError(f"--slo {text[:80]}: {name[:20]!r} is not one of {', '.join(OBJECTIVES)}, once each")
+        found[name] = _seconds(value.strip(), text)
+    if not 0 < attain < 1:
+        raise ConfigError(f"--attain {attain:g} is not between 0 and 1")
+    return Slo(found.get("ttft", float("inf")), found.get("tpot", float("inf")), attain)
+
+
+def _seconds(value: str, text: str) -> float:
+    unit = 1e-3 if value.endswith("ms") else 1.0
+    try:
+        seconds = float(value.removesuffix("ms").removesuffix("s")) * unit
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e6:
+        raise ConfigError(f"--slo {text[:80]}: {value[:20]!r} is no time: write 2s or 60ms")
+    return seconds
+
+
+def _within(name: str, value: int, least: int, most: int) -> int:
+    if not least <= value <= most:
+        raise ConfigError(f"{name} {value} is not between {least} and {most}")
+    return value
+
+
+def _budget(arguments: argparse.Namespace, cores: int) -> Budget:
+    if arguments.cores and arguments.instances:
+        raise ConfigError("--cores and --instances exclude each other")
+    threads = _within("--threads", arguments.threads, 0, MAX_CORES)
+    if arguments.instances:
+        return Budget(instances=_within("--instances", arguments.instances, 1, 64), threads=threads or cores)
+    return Budget(cores=_within("--cores", arguments.cores or cores, 1, MAX_CORES), threads=threads)
+
+
+def _candidates(names: str | None, budget: Budget, *, takes_media: bool) -> list[Candidate]:
+    if names is None:
+        return candidates(budget, takes_media=takes_media)
+    topologies = [Topology.parse(name) for name in names.split(",")]
+    return [
+        Candidate(one, budget.threads or max(1, budget.cores // len(one.roles)), budget.cores) for one in topologies
+    ]
+
+
+def _requests(workload: str, number: int, seed: int) -> Callable[[float], Iterable[TraceRequest]]:
+    """Return what makes the requests at a rate. Raises ConfigError for what is no workload."""
+    if workload in WORKLOADS or workload.endswith(".toml"):
+        mix = WORKLOADS.get(workload) or read_workload(Path(workload))
+        return lambda rate: mix.requests(rate, number, seed)
+    if not Path(workload).exists():
+        raise ConfigError(f"--workload {workload[:200]} is neither a file nor one of {', '.join(WORKLOADS)}")
+    trace = [one for _, one in zip(range(number), read_trace(Path(workload)), strict=False)]
+    if len(trace) < 2 or trace[-1].at <= trace[0].at:
+        raise ConfigError(f"{workload} has too few requests to plan with: at least two, at different times")
+    return lambda rate: _rescaled(trace, rate)
+
+
+def _rescaled(trace: list[TraceRequest], rate: float) -> Iterator[TraceRequest]:
+    """Yield a trace's requests at another mean rate."""
+    began = trace[0].at
+    scale = (len(trace) - 1) / (trace[-1].at - began) / rate
+    for one in trace:
+        yield TraceRequest(
+            (one.at - began) * scale, one.text, one.answer, one.media, one.lead, one.blocks, one.client
+        )

@@ -1,0 +1,1 @@
+"""Plans: which topology serves a workload best, by simulation."""

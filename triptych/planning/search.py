@@ -1,0 +1,136 @@
+"""Looks for the candidate that keeps the objectives at the highest rate."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from triptych.costs.profile import Profile
+from triptych.errors import ConfigError
+from triptych.planning.candidates import Candidate, variants
+from triptych.planning.trial import Trial, Trials
+
+FIRST_RATE = 1.0
+"""Requests per second of the first trial."""
+PRECISION = 1.06
+"""Ratio of a rate that fails to one that is kept at which the search for a capacity ends."""
+MOST_TRIALS = 24
+"""Trials of one candidate."""
+FULL = 0.9
+"""Busy share of the busiest process that a higher rate aims at."""
+STEPS = 1.1, 4.0
+"""Least and largest ratio between two rates that rise."""
+LOWEST, HIGHEST = 1e-3, 1e5
+"""Rates that are tried, in requests per second."""
+ALIKE = 0.05
+"""Share by which a split candidate must be better than the best unsplit one: less isn't worth more processes."""
+BEST = 3
+"""Candidates whose variants are tried."""
+
+
+@dataclass
+class Capacity:
+    """The highest rate at which a candidate keeps the objectives."""
+
+    candidate: Candidate
+    rate: float
+    """Requests per second; 0 if there is none."""
+    at: Trial | None
+    """The trial at that rate."""
+    above: Trial | None
+    """One at a higher rate, at which it fails."""
+    trials: list[Trial] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """All capacities, the best first."""
+
+    capacities: list[Capacity]
+
+    @property
+    def best(self) -> Capacity:
+        return self.capacities[0]
+
+    @property
+    def best_unsplit(self) -> Capacity | None:
+        return next((one for one in self.capacities if not one.candidate.is_split), None)
+
+    @property
+    def best_split(self) -> Capacity | None:
+        return next((one for one in self.capacities if one.candidate.is_split), None)
+
+    @property
+    def gain(self) -> float:
+        """How many times as much the best split candidate keeps as the best unsplit one; 0 where one is missing."""
+        split, unsplit = self.best_split, self.best_unsplit
+        if split is None or unsplit is None or not split.rate:
+            return 0.0
+        return split.rate / unsplit.rate if unsplit.rate else float("inf")
+
+    @property
+    def splits(self) -> bool:
+        """Whether to split."""
+        return self.best_unsplit is None or self.gain > 1 + ALIKE
+
+    @property
+    def chosen(self) -> Capacity:
+        """The candidate to take: unsplit where a split one is hardly better."""
+        unsplit = self.best_unsplit
+        return self.best if self.splits or unsplit is None else unsplit
+
+
+def capacity(trials: Trials, candidate: Candidate, share: float, guess: float = FIRST_RATE) -> Capacity:
+    """Return the highest rate that a candidate keeps, beginning at a guess: as far as the busiest process has time, or
+    by halving, then by bisection. ``share`` is that of the requests which must be kept."""
+    found = Capacity(candidate, 0.0, None, None)
+    low = high = higher = 0.0
+    rate = guess
+    while len(found.trials) < MOST_TRIALS and LOWEST <= rate <= HIGHEST and not (low and high and high / low < PRECISION):
+        trial = trials.run(candidate, rate)
+        found.trials.append(trial)
+        if trial.keeps(share):
+            low, found.at = rate, trial
+            found.rate = trial.rate
+            higher = low * min(max(STEPS[0], FULL / max(trial.busy.values())), STEPS[1])
+        else:
+            high, found.above = rate, trial
+        rate = (low * high) ** 0.5 if low and high else higher if low else rate / 2
+    return found
+
+
+def search(
+    trials: Trials,
+    candidates: Sequence[Candidate],
+    profile: Profile,
+    share: float,
+    told: Callable[[Capacity], object] = lambda _: None,
+) -> SearchResult:
+    """Return the capacities of candidates, and of the best ones' variants. ``told`` is given each one. Raises
+    ConfigError if none keeps the objectives at any rate."""
+    capacities: list[Capacity] = []
+    for candidate in _with_variants(candidates, capacities, profile):
+        guess = max((one.rate for one in capacities), default=0.0) or FIRST_RATE
+        one = capacity(trials, candidate, share, guess)
+        capacities.append(one)
+        told(one)
+    capacities.sort(key=lambda one: (-one.rate, one.candidate.is_split, len(one.candidate.topology.roles)))
+    if not capacities[0].rate:
+        raise ConfigError("no topology keeps these objectives, however few requests come: loosen --slo")
+    return SearchResult(capacities)
+
+
+def _with_variants(
+    candidates: Sequence[Candidate], capacities: Sequence[Capacity], profile: Profile
+) -> Iterator[Candidate]:
+    """Yield candidates, then the variants of the best of them, of which the best unsplit one is one."""
+    yield from candidates
+    ordered = sorted(capacities, key=lambda one: -one.rate)
+    unsplit = [one for one in ordered if not one.candidate.is_split][:1]
+    for one in dict.fromkeys(id(one) for one in [*ordered[:BEST], *unsplit]):
+        found = next(other for other in ordered if id(other) == one)
+        if found.rate:
+            yield from variants(found.candidate, profile)
+
+
+def bound(trials: Trials, found: Capacity) -> Trial:
+    """Return a whole trial somewhat above a capacity, at which what binds is seen."""
+    return trials.run(replace(found.candidate), found.rate * 1.3, whole=True)
