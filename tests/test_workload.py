@@ -34,7 +34,7 @@ def test_turns_have_what_came_before() -> None:
 
 def test_bursts_and_days_keep_the_mean_rate() -> None:
     for kind in ("bursts", "diurnal"):
-        pattern = ArrivalPattern(kind, period=10.0, peak=3.0)  # type: ignore[arg-type]
+        pattern = ArrivalPattern(kind, period=10.0, peak=3.0)
         assert sum(pattern.factor(one / 1000) for one in range(10_000)) / 10_000 == pytest.approx(1.0, rel=0.01)
     workload = Workload(kinds=(RequestKind(),), arrivals=ArrivalPattern("bursts", period=10.0, share=0.2, peak=4.0))
     made = list(workload.requests(50.0, 5000, seed=0))
@@ -95,7 +95,10 @@ def test_a_trace_is_what_was_written(tmp_path: Path) -> None:
         (head_line() + b'{"at": -1, "text": 1, "answer": 1}\n', "line 2"),
         (head_line() + b"[" * 2**20, "longer"),
         (head_line() + b"[" * 100_000 + b"\n", "line 2"),
-        (head_line() + trace_line(TraceRequest(2.0, 1, 1)) + trace_line(TraceRequest(1.0, 1, 1)), "line 3 comes before"),
+        (
+            head_line() + trace_line(TraceRequest(2.0, 1, 1)) + trace_line(TraceRequest(1.0, 1, 1)),
+            "line 3 comes before",
+        ),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:

@@ -59,9 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=int, default=0, metavar="N", help="threads of each instance (default: an even share)"
     )
-    parser.add_argument(
-        "--topologies", metavar="TOPOLOGY,...", help="what to compare (default: all that fit)"
-    )
+    parser.add_argument("--topologies", metavar="TOPOLOGY,...", help="what to compare (default: all that fit)")
     parser.add_argument(
         "--requests",
         type=int,
@@ -208,6 +206,4 @@ def _rescaled(trace: list[TraceRequest], rate: float) -> Iterator[TraceRequest]:
     began = trace[0].at
     scale = (len(trace) - 1) / (trace[-1].at - began) / rate
     for one in trace:
-        yield TraceRequest(
-            (one.at - began) * scale, one.text, one.answer, one.media, one.lead, one.blocks, one.client
-        )
+        yield TraceRequest((one.at - began) * scale, one.text, one.answer, one.media, one.lead, one.blocks, one.client)

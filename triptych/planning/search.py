@@ -1,7 +1,7 @@
 """Looks for the candidate that keeps the objectives at the highest rate."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from triptych.costs.profile import Profile
 from triptych.errors import ConfigError
@@ -22,11 +22,13 @@ LOWEST, HIGHEST = 1e-3, 1e5
 """Rates that are tried, in requests per second."""
 ALIKE = 0.05
 """Share by which a split candidate must be better than the best unsplit one: less isn't worth more processes."""
+ABOVE = 1.3
+"""Rate at which what binds is looked for, as a share of the capacity."""
 BEST = 3
 """Candidates whose variants are tried."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Capacity:
     """The highest rate at which a candidate keeps the objectives."""
 
@@ -84,7 +86,9 @@ def capacity(trials: Trials, candidate: Candidate, share: float, guess: float = 
     found = Capacity(candidate, 0.0, None, None)
     low = high = higher = 0.0
     rate = guess
-    while len(found.trials) < MOST_TRIALS and LOWEST <= rate <= HIGHEST and not (low and high and high / low < PRECISION):
+    while len(found.trials) < MOST_TRIALS and LOWEST <= rate <= HIGHEST:
+        if low and high and high / low < PRECISION:
+            break
         trial = trials.run(candidate, rate)
         found.trials.append(trial)
         if trial.keeps(share):
@@ -108,7 +112,8 @@ def search(
     ConfigError if none keeps the objectives at any rate."""
     capacities: list[Capacity] = []
     for candidate in _with_variants(candidates, capacities, profile):
-        guess = max((one.rate for one in capacities), default=0.0) or FIRST_RATE
+        alike = [one.rate for one in capacities if one.candidate.topology == candidate.topology]
+        guess = max(alike or [one.rate for one in capacities], default=0.0) or FIRST_RATE
         one = capacity(trials, candidate, share, guess)
         capacities.append(one)
         told(one)
@@ -125,12 +130,11 @@ def _with_variants(
     yield from candidates
     ordered = sorted(capacities, key=lambda one: -one.rate)
     unsplit = [one for one in ordered if not one.candidate.is_split][:1]
-    for one in dict.fromkeys(id(one) for one in [*ordered[:BEST], *unsplit]):
-        found = next(other for other in ordered if id(other) == one)
-        if found.rate:
-            yield from variants(found.candidate, profile)
+    for one in [*ordered[:BEST], *(other for other in unsplit if other not in ordered[:BEST])]:
+        if one.rate:
+            yield from variants(one.candidate, profile)
 
 
 def bound(trials: Trials, found: Capacity) -> Trial:
     """Return a whole trial somewhat above a capacity, at which what binds is seen."""
-    return trials.run(replace(found.candidate), found.rate * 1.3, whole=True)
+    return trials.run(found.candidate, ABOVE * found.rate, whole=True)

@@ -134,8 +134,7 @@ class Trials:
         answered = [one for one in load.outcomes if one.ended and not one.error]
         seconds = max(1e-9, load.now)
         busy = {
-            one.process.name: min(1.0, one.process.compute.busy_seconds / seconds)
-            for one in service.instances.values()
+            one.process.name: min(1.0, one.process.compute.busy_seconds / seconds) for one in service.instances.values()
         }
         ttft, tpot = [one.ttft for one in answered], [one.tpot for one in answered if one.tokens > 1]
         came = max(1e-9, requests[-1].at) if requests else 1.0

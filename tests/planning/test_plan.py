@@ -1,0 +1,153 @@
+"""Plans: the rates that topologies keep, and what is said of them. Costs are those of an example profile."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.support.profiles import example_profile
+from triptych.cli import make_parser
+from triptych.costs import profile as profiles
+from triptych.errors import ConfigError
+from triptych.planning.candidates import Budget, Candidate, candidates
+from triptych.planning.report import Price, advice
+from triptych.planning.search import Capacity, SearchResult, capacity
+from triptych.planning.trial import Slo, Trial, Trials
+from triptych.topology import Topology
+from triptych.workload.mix import RequestKind, Workload
+from triptych.workload.trace import TraceRequest, write_trace
+
+PICTURES = Workload(kinds=(RequestKind(images=1, text=20, answer=8),))
+SLO = Slo(ttft=2.0, tpot=0.1, share=0.95)
+
+
+def of_pictures(rate: float) -> Iterable[TraceRequest]:
+    return PICTURES.requests(rate, 40, seed=0)
+
+
+def candidate(topology: str, cores: int = 2) -> Candidate:
+    parsed = Topology.parse(topology)
+    return Candidate(parsed, max(1, cores // len(parsed.roles)), cores)
+
+
+def test_a_trial_says_how_a_rate_is_kept() -> None:
+    trials = Trials(example_profile(), of_pictures, SLO)
+    easy = trials.run(candidate("1E1PD"), 1.0)
+    assert easy.kept == 1.0
+    assert easy.keeps(SLO.share)
+    # alone: an item is preprocessed and encoded, its prompt prefilled
+    assert 0.05 < easy.ttft[0] < 0.3
+    assert trials.run(candidate("1E1PD"), 1.0) == easy
+    hard = trials.run(candidate("1E1PD"), 50.0, whole=True)
+    assert not hard.keeps(SLO.share)
+    assert hard.growth > 0.05 or hard.kept < SLO.share
+    assert max(hard.busy.values()) > 0.8
+    assert "binds" in hard.binds.sentence
+
+
+def test_a_capacity_is_between_what_is_kept_and_what_is_not() -> None:
+    found = capacity(Trials(example_profile(), of_pictures, SLO), candidate("1E1PD"), SLO.share, guess=5.0)
+    assert found.at is not None
+    assert found.above is not None
+    assert found.at.keeps(SLO.share)
+    assert not found.above.keeps(SLO.share)
+    assert 1.0 < found.above.rate / found.at.rate < 1.1
+
+
+def test_all_that_fit_are_candidates() -> None:
+    def named(budget: Budget, *, takes_media: bool = True) -> list[str]:
+        return [str(one) for one in candidates(budget, takes_media=takes_media)]
+
+    assert named(Budget(cores=2)) == [
+        "1EPD",
+        "2EPD",
+        "3EPD",
+        "1E1PD",
+        "1EP1D",
+        "1E2PD",
+        "1EP2D",
+        "1E1P1D",
+        "2E1PD",
+        "2EP1D",
+    ]
+    assert named(Budget(cores=2), takes_media=False) == ["1PD", "2PD", "1P1D"]
+    assert set(
+        map(len, map(Topology.roles.fget, [one.topology for one in candidates(Budget(instances=8), takes_media=True)]))
+    ) == {8}  # type: ignore[attr-defined]
+    assert {one.threads for one in candidates(Budget(cores=8), takes_media=True) if len(one.topology.roles) == 2} == {4}
+    assert len(candidates(Budget(instances=64), takes_media=True)) <= 64
+
+
+def made(topology: str, rate: float) -> Capacity:
+    at = Trial(rate, 1.0, False, (0.1, 0.2), (0.01, 0.02), 100.0, 10.0, {}, None, 0.0)  # type: ignore[arg-type]
+    return Capacity(candidate(topology), rate, at, None)
+
+
+@pytest.mark.parametrize(
+    ("found", "said", "chosen"),
+    [
+        (
+            [made("1E1PD", 12.0), made("2EPD", 10.0), made("1EPD", 4.0)],
+            "Split: 1E1PD keeps 12 requests/s, 1.20 ×",
+            "1E1PD",
+        ),
+        ([made("1E1PD", 10.2), made("2EPD", 10.0)], "Don't split: 2EPD keeps 10 requests/s", "2EPD"),
+        ([made("2EPD", 10.0), made("1E1PD", 8.0)], "Don't split: 2EPD", "2EPD"),
+        ([made("1E1PD", 8.0), made("2EPD", 0.0)], "Split: 1E1PD keeps 8 requests/s, and no unsplit", "1E1PD"),
+        ([made("2EPD", 8.0), made("1E1PD", 0.0)], "Don't split: 2EPD keeps 8 requests/s, and no split", "2EPD"),
+    ],
+)
+def test_splitting_is_advised_only_where_it_is_worth_it(found: list[Capacity], said: str, chosen: str) -> None:
+    """Against the best unsplit topology, whatever its number of instances."""
+    result = SearchResult(found)
+    assert advice(result).startswith(said)
+    assert str(result.chosen.candidate) == chosen
+
+
+def test_a_price_counts_all_cores() -> None:
+    price = Price(0.36)
+    assert price.per_million_tokens(made("1E1PD", 1.0)) == pytest.approx(0.36 * 2 * 1e6 / (100 * 3600))
+    assert price.per_thousand_items(made("1E1PD", 1.0)) == pytest.approx(0.36 * 2 * 1e3 / (10 * 3600))
+
+
+def run(*words: str) -> int:
+    parsed = make_parser(["plan"]).parse_args(["plan", *words])
+    code = parsed.run(parsed)
+    assert isinstance(code, int)
+    return code
+
+
+def test_the_command_plans_from_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile, trace = tmp_path / "profile.json", tmp_path / "trace.jsonl"
+    profiles.write(example_profile(), profile)
+    write_trace(trace, PICTURES.requests(2.0, 20, seed=1))
+    code = run(
+        *("--profile", str(profile), "--workload", str(trace), "--slo", "ttft=2s,tpot=100ms", "--json"),
+        *("--topologies", "1E1PD,1EPD", "--attain", "0.9", "--price", "0.05", "--model", "demo"),
+    )
+    assert code == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"].startswith(("1E1PD", "1EPD"))
+    assert found["command"].startswith("triptych serve demo --topology 1E")
+    assert {one["topology"] for one in found["candidates"]} == {"1E1PD", "1EPD"}
+    assert all(one["price"]["per_million_tokens"] > 0 for one in found["candidates"])
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--slo", "ttft=2"), "neither a file nor one of"),
+        (("--slo", "latency=2s"), "not one of ttft, tpot"),
+        (("--slo", "ttft=2h"), "no time"),
+        (("--slo", "ttft=2s,ttft=3s"), "once each"),
+        (("--slo", "ttft=2s", "--attain", "1"), "between 0 and 1"),
+        (("--slo", "ttft=2s", "--requests", "3"), "between 20 and"),
+        (("--slo", "ttft=2s", "--workload", "chat", "--cores", "2", "--instances", "2"), "exclude each other"),
+    ],
+)
+def test_wrong_flags_are_refused(tmp_path: Path, words: tuple[str, ...], reason: str) -> None:
+    profile = tmp_path / "profile.json"
+    profiles.write(example_profile(), profile)
+    with pytest.raises(ConfigError, match=reason):
+        run("--profile", str(profile), "--workload", str(tmp_path / "none"), *words)
