@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from triptych.errors import ConfigError
-from triptych.workload.mix import WORKLOADS, Amount, ArrivalPattern, RequestKind, Workload, read_workload
+from triptych.workload.mix import WORKLOADS, Amount, ArrivalPattern, RequestKind, RequestMix, read_workload
 from triptych.workload.trace import BLOCK_TOKENS, TraceRequest, head_line, read_trace, trace_line, write_trace
 
 
@@ -23,7 +23,7 @@ def test_a_seed_makes_requests_at_the_rate_asked_for(name: str) -> None:
 
 
 def test_turns_have_what_came_before() -> None:
-    talks = Workload(kinds=(RequestKind(text=100, answer=28, images=1, turns=3, pause=1.0),), clients=1)
+    talks = RequestMix(kinds=(RequestKind(text=100, answer=28, images=1, turns=3, pause=1.0),), clients=1)
     first, *rest = sorted(talks.requests(0.01, 30, seed=0), key=lambda one: one.at)[:3]
     assert [len(one.media) for one in (first, *rest)] == [1, 2, 3]
     assert [one.text for one in (first, *rest)] == [100, 228, 356]
@@ -36,7 +36,7 @@ def test_bursts_and_days_keep_the_mean_rate() -> None:
     for kind in ("bursts", "diurnal"):
         pattern = ArrivalPattern(kind, period=10.0, peak=3.0)
         assert sum(pattern.factor(one / 1000) for one in range(10_000)) / 10_000 == pytest.approx(1.0, rel=0.01)
-    workload = Workload(kinds=(RequestKind(),), arrivals=ArrivalPattern("bursts", period=10.0, share=0.2, peak=4.0))
+    workload = RequestMix(kinds=(RequestKind(),), arrivals=ArrivalPattern("bursts", period=10.0, share=0.2, peak=4.0))
     made = list(workload.requests(50.0, 5000, seed=0))
     in_bursts = sum(one.at % 10.0 < 2.0 for one in made)
     assert in_bursts / len(made) == pytest.approx(0.8, abs=0.05)

@@ -12,13 +12,13 @@ from triptych.costs import profile as profiles
 from triptych.errors import ConfigError
 from triptych.planning.candidates import Budget, Candidate, candidates
 from triptych.planning.report import Price, advice
-from triptych.planning.search import Capacity, SearchResult, capacity
+from triptych.planning.search import KeptRate, SearchResult, capacity
 from triptych.planning.trial import Slo, Trial, Trials
 from triptych.topology import Topology
-from triptych.workload.mix import RequestKind, Workload
+from triptych.workload.mix import RequestKind, RequestMix
 from triptych.workload.trace import TraceRequest, write_trace
 
-PICTURES = Workload(kinds=(RequestKind(images=1, text=20, answer=8),))
+PICTURES = RequestMix(kinds=(RequestKind(images=1, text=20, answer=8),))
 SLO = Slo(ttft=2.0, tpot=0.1, share=0.95)
 
 
@@ -72,16 +72,15 @@ def test_all_that_fit_are_candidates() -> None:
         "2EP1D",
     ]
     assert named(Budget(cores=2), takes_media=False) == ["1PD", "2PD", "1P1D"]
-    assert set(
-        map(len, map(Topology.roles.fget, [one.topology for one in candidates(Budget(instances=8), takes_media=True)]))
-    ) == {8}  # type: ignore[attr-defined]
+    of_eight = candidates(Budget(instances=8), takes_media=True)
+    assert {len(one.topology.roles) for one in of_eight} == {8}
     assert {one.threads for one in candidates(Budget(cores=8), takes_media=True) if len(one.topology.roles) == 2} == {4}
     assert len(candidates(Budget(instances=64), takes_media=True)) <= 64
 
 
-def made(topology: str, rate: float) -> Capacity:
+def made(topology: str, rate: float) -> KeptRate:
     at = Trial(rate, 1.0, False, (0.1, 0.2), (0.01, 0.02), 100.0, 10.0, {}, None, 0.0)  # type: ignore[arg-type]
-    return Capacity(candidate(topology), rate, at, None)
+    return KeptRate(candidate(topology), rate, at, None)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def made(topology: str, rate: float) -> Capacity:
         ([made("2EPD", 8.0), made("1E1PD", 0.0)], "Don't split: 2EPD keeps 8 requests/s, and no split", "2EPD"),
     ],
 )
-def test_splitting_is_advised_only_where_it_is_worth_it(found: list[Capacity], said: str, chosen: str) -> None:
+def test_splitting_is_advised_only_where_it_is_worth_it(found: list[KeptRate], said: str, chosen: str) -> None:
     """Against the best unsplit topology, whatever its number of instances."""
     result = SearchResult(found)
     assert advice(result).startswith(said)

@@ -29,7 +29,7 @@ COMMANDS = {
     "stop": "drain a running service, and end all its processes",
     "trace": "turn a request, or a window of time, of a request log into a file for ui.perfetto.dev",
     "quantize": "write a copy of a model with the decoder's weights in 4 bits",
-    "plan": "simulate topologies with a profile and a workload, and say which to start, and whether to split",
+    "plan": "simulate topologies with a profile and a workload, and name the one to start",
     "bench": "measure transfers between processes, or one process beside split ones, on this machine",
     "profile": "measure what a model's work costs on this machine, for plans and simulations",
     "completion": "print a script by which a shell completes commands and flags",

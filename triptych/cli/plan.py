@@ -18,7 +18,7 @@ from triptych.observe import logs
 from triptych.planning import report
 from triptych.planning.candidates import Budget, Candidate, candidates
 from triptych.planning.plot import draw
-from triptych.planning.search import Capacity, SearchResult, bound, search
+from triptych.planning.search import KeptRate, SearchResult, bound, search
 from triptych.planning.trial import Slo, Trials
 from triptych.topology import Topology
 from triptych.workload.mix import WORKLOADS, read_workload
@@ -31,7 +31,7 @@ OBJECTIVES = ("ttft", "tpot")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s --profile FILE --workload NAME|FILE --slo ttft=2s,tpot=60ms [--cores N | --instances N]"
+    parser.usage = "%(prog)s --profile FILE --workload W [OPTIONS]"
     parser.add_argument(
         "--profile", type=Path, metavar="FILE", required=True, help="what triptych profile has measured"
     )
@@ -54,7 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cores", type=int, default=0, metavar="N", help="cores of one machine (default: those that were profiled)"
     )
     parser.add_argument(
-        "--instances", type=int, default=0, metavar="N", help="instances with a machine each, in place of --cores"
+        "--instances",
+        type=int,
+        default=0,
+        metavar="N",
+        help="instances with a machine each, in place of --cores (default: none)",
     )
     parser.add_argument(
         "--threads", type=int, default=0, metavar="N", help="threads of each instance (default: an even share)"
@@ -69,10 +73,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="what draws the workload and the spread (default: 0)")
     parser.add_argument(
-        "--price", type=flags.number, metavar="PER_CORE_HOUR", help="price of a core for an hour: adds costs"
+        "--price",
+        type=flags.number,
+        metavar="PER_CORE_HOUR",
+        help="price of a core for an hour: adds costs (default: none)",
     )
-    parser.add_argument("--model", default="MODEL", help="model in the command that is printed")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="drawing of goodput over rate (SVG)")
+    parser.add_argument("--model", default="MODEL", help="model in the command that is printed (default: MODEL)")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="file for a drawing of goodput over rate (default: none)"
+    )
     parser.add_argument("--json", action="store_true", help="print all that was found as JSON")
 
 
@@ -86,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = _candidates(arguments.topologies, budget, takes_media=profile.model.takes_media)
     price = None if arguments.price is None else report.Price(arguments.price)
 
-    def told(one: Capacity) -> None:
+    def told(one: KeptRate) -> None:
         found = f"{one.rate:.3g} requests/s" if one.rate else "keeps the objectives at no rate"
         console.print(f"{report.describe(one.candidate)}: {found}", markup=False, highlight=False, style="dim")
 
@@ -110,7 +119,7 @@ def _columns(result: SearchResult, price: report.Price | None) -> list[TextColum
     rows = list(report.shown(result))
     chosen = result.chosen
 
-    def column(title: str, of: Callable[[Capacity], str], rank: int = 0, *, right: bool = True) -> TextColumn:
+    def column(title: str, of: Callable[[KeptRate], str], rank: int = 0, *, right: bool = True) -> TextColumn:
         cells: list[Text] = [cell(of(one), "bold" if one is chosen else "") for one in rows]
         return TextColumn(title, cells, rank, right)
 
@@ -129,7 +138,7 @@ def _columns(result: SearchResult, price: report.Price | None) -> list[TextColum
     return columns
 
 
-def _busiest(one: Capacity) -> str:
+def _busiest(one: KeptRate) -> str:
     if one.at is None:
         return ""
     name, busy = max(one.at.busy.items(), key=lambda item: item[1])

@@ -31,7 +31,7 @@ class Candidate:
 
     topology: Topology
     threads: int
-    """Of each instance."""
+    """Those of each instance."""
     cores: int
     """Cores of the machine that all share; 0 if each has its own."""
     changes: dict[str, int] = field(default_factory=dict)

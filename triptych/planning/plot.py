@@ -5,7 +5,7 @@ from pathlib import Path
 
 from triptych.errors import ConfigError
 from triptych.measure.load import drawings
-from triptych.planning.search import Capacity
+from triptych.planning.search import KeptRate
 from triptych.planning.trial import Trials
 
 SHARES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
@@ -14,7 +14,7 @@ HEIGHT = 4.2
 """Inches."""
 
 
-def draw(trials: Trials, capacities: Sequence[Capacity], path: Path) -> None:
+def draw(trials: Trials, capacities: Sequence[KeptRate], path: Path) -> None:
     """Write goodput over rate as SVG, with more trials. Raises ConfigError where that isn't possible."""
     axes = drawings.new_axes("Requests that keep the objectives (requests/s, simulated)", HEIGHT)
     most = max(one.rate for one in capacities)

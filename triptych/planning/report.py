@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from triptych.planning.candidates import Candidate
-from triptych.planning.search import Capacity, SearchResult
+from triptych.planning.search import KeptRate, SearchResult
 from triptych.planning.trial import Slo, Trial
 
 RUNNERS_UP = 5
@@ -18,15 +18,15 @@ class Price:
 
     per_core_hour: float
 
-    def per_million_tokens(self, one: Capacity) -> float | None:
+    def per_million_tokens(self, one: KeptRate) -> float | None:
         """Return the price of a million generated tokens at the capacity; None without tokens."""
         return self._per(one, one.at.tokens_per_second if one.at else 0.0, 1e6)
 
-    def per_thousand_items(self, one: Capacity) -> float | None:
+    def per_thousand_items(self, one: KeptRate) -> float | None:
         """Return the price of a thousand media items at the capacity; None without items."""
         return self._per(one, one.at.items_per_second if one.at else 0.0, 1e3)
 
-    def _per(self, one: Capacity, rate: float, number: float) -> float | None:
+    def _per(self, one: KeptRate, rate: float, number: float) -> float | None:
         cores = one.candidate.total_cores
         return self.per_core_hour * cores * number / (rate * HOUR) if rate else None
 
@@ -68,7 +68,7 @@ def as_json(result: SearchResult, slo: Slo, bound: Trial, price: Price | None, m
     }
 
 
-def _candidate(one: Capacity, price: Price | None) -> dict[str, Any]:
+def _candidate(one: KeptRate, price: Price | None) -> dict[str, Any]:
     at, candidate = one.at, one.candidate
     found: dict[str, Any] = {
         "topology": str(candidate.topology),
@@ -91,7 +91,7 @@ def _candidate(one: Capacity, price: Price | None) -> dict[str, Any]:
     return found
 
 
-def shown(result: SearchResult) -> Iterator[Capacity]:
+def shown(result: SearchResult) -> Iterator[KeptRate]:
     """Yield what a table has: the best, the best unsplit one, and the runners-up; of each topology the best."""
     topologies, unsplit = set[str](), result.best_unsplit
     for one in result.capacities:
@@ -103,7 +103,7 @@ def shown(result: SearchResult) -> Iterator[Capacity]:
             yield one
 
 
-def _rate(one: Capacity) -> str:
+def _rate(one: KeptRate) -> str:
     return f"{one.rate:.3g} requests/s"
 
 

@@ -29,7 +29,7 @@ BEST = 3
 
 
 @dataclass(eq=False)
-class Capacity:
+class KeptRate:
     """The highest rate at which a candidate keeps the objectives."""
 
     candidate: Candidate
@@ -46,18 +46,18 @@ class Capacity:
 class SearchResult:
     """All capacities, the best first."""
 
-    capacities: list[Capacity]
+    capacities: list[KeptRate]
 
     @property
-    def best(self) -> Capacity:
+    def best(self) -> KeptRate:
         return self.capacities[0]
 
     @property
-    def best_unsplit(self) -> Capacity | None:
+    def best_unsplit(self) -> KeptRate | None:
         return next((one for one in self.capacities if not one.candidate.is_split), None)
 
     @property
-    def best_split(self) -> Capacity | None:
+    def best_split(self) -> KeptRate | None:
         return next((one for one in self.capacities if one.candidate.is_split), None)
 
     @property
@@ -74,16 +74,16 @@ class SearchResult:
         return self.best_unsplit is None or self.gain > 1 + ALIKE
 
     @property
-    def chosen(self) -> Capacity:
+    def chosen(self) -> KeptRate:
         """The candidate to take: unsplit where a split one is hardly better."""
         unsplit = self.best_unsplit
         return self.best if self.splits or unsplit is None else unsplit
 
 
-def capacity(trials: Trials, candidate: Candidate, share: float, guess: float = FIRST_RATE) -> Capacity:
+def capacity(trials: Trials, candidate: Candidate, share: float, guess: float = FIRST_RATE) -> KeptRate:
     """Return the highest rate that a candidate keeps, beginning at a guess: as far as the busiest process has time, or
     by halving, then by bisection. ``share`` is that of the requests which must be kept."""
-    found = Capacity(candidate, 0.0, None, None)
+    found = KeptRate(candidate, 0.0, None, None)
     low = high = higher = 0.0
     rate = guess
     while len(found.trials) < MOST_TRIALS and LOWEST <= rate <= HIGHEST:
@@ -106,11 +106,11 @@ def search(
     candidates: Sequence[Candidate],
     profile: Profile,
     share: float,
-    told: Callable[[Capacity], object] = lambda _: None,
+    told: Callable[[KeptRate], object] = lambda _: None,
 ) -> SearchResult:
     """Return the capacities of candidates, and of the best ones' variants. ``told`` is given each one. Raises
     ConfigError if none keeps the objectives at any rate."""
-    capacities: list[Capacity] = []
+    capacities: list[KeptRate] = []
     for candidate in _with_variants(candidates, capacities, profile):
         alike = [one.rate for one in capacities if one.candidate.topology == candidate.topology]
         guess = max(alike or [one.rate for one in capacities], default=0.0) or FIRST_RATE
@@ -124,7 +124,7 @@ def search(
 
 
 def _with_variants(
-    candidates: Sequence[Candidate], capacities: Sequence[Capacity], profile: Profile
+    candidates: Sequence[Candidate], capacities: Sequence[KeptRate], profile: Profile
 ) -> Iterator[Candidate]:
     """Yield candidates, then the variants of the best of them, of which the best unsplit one is one."""
     yield from candidates
@@ -135,6 +135,6 @@ def _with_variants(
             yield from variants(one.candidate, profile)
 
 
-def bound(trials: Trials, found: Capacity) -> Trial:
+def bound(trials: Trials, found: KeptRate) -> Trial:
     """Return a whole trial somewhat above a capacity, at which what binds is seen."""
     return trials.run(found.candidate, ABOVE * found.rate, whole=True)

@@ -90,7 +90,7 @@ class ArrivalPattern(Struct, frozen=True, forbid_unknown_fields=True):
         return 1.0
 
 
-class Workload(Struct, frozen=True, forbid_unknown_fields=True):
+class RequestMix(Struct, frozen=True, forbid_unknown_fields=True):
     """A mix of kinds of requests."""
 
     kinds: Annotated[tuple[RequestKind, ...], Meta(min_length=1, max_length=64)]
@@ -103,7 +103,7 @@ class Workload(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 WORKLOADS = {
-    "chat": Workload(
+    "chat": RequestMix(
         kinds=(
             RequestKind(
                 "chat",
@@ -114,7 +114,7 @@ WORKLOADS = {
             ),
         )
     ),
-    "pictures": Workload(
+    "pictures": RequestMix(
         kinds=(
             RequestKind(
                 "picture",
@@ -125,7 +125,7 @@ WORKLOADS = {
             ),
         )
     ),
-    "documents": Workload(
+    "documents": RequestMix(
         kinds=(
             RequestKind(
                 "document",
@@ -136,7 +136,7 @@ WORKLOADS = {
             ),
         )
     ),
-    "mixed": Workload(
+    "mixed": RequestMix(
         kinds=(
             RequestKind("chat", text=Amount(median=60, high=300, low=4), answer=Amount(median=64, high=200, low=1)),
             RequestKind("picture", images=1, text=Amount(low=16, high=64), answer=Amount(low=16, high=64)),
@@ -146,7 +146,7 @@ WORKLOADS = {
 """Those that have a name."""
 
 
-def read_workload(path: Path) -> Workload:
+def read_workload(path: Path) -> RequestMix:
     """Read a description in TOML. Raises ConfigError, with what is wrong, for another file."""
     try:
         with path.open("rb") as file:
@@ -156,7 +156,7 @@ def read_workload(path: Path) -> Workload:
     if len(content) > MAX_FILE:
         raise ConfigError(f"{path} is larger than a workload's description can be: {MAX_FILE // 2**20} MiB")
     try:
-        return msgspec.convert(tomllib.loads(content.decode()), Workload)
+        return msgspec.convert(tomllib.loads(content.decode()), RequestMix)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError, msgspec.ValidationError) as error:
         raise ConfigError(f"{path}: {error}") from None
 
@@ -168,7 +168,7 @@ def _drawn(amount: Amount | int, rng: random.Random) -> int:
 class _Maker:
     """Makes the requests of one workload."""
 
-    def __init__(self, workload: Workload, rate: float, seed: int) -> None:
+    def __init__(self, workload: RequestMix, rate: float, seed: int) -> None:
         self._workload = workload
         self._rate = rate
         self._rng = random.Random(f"workload {seed}")
