@@ -15,6 +15,7 @@ from triptych.config.admission import PLACEMENTS
 from triptych.errors import ErrorKind
 from triptych.messages.codec import Message
 from triptych.messages.operations import SetRole
+from triptych.messages.stats import CacheTier
 from triptych.messages.work import (
     ENCODE_BATCHES_AHEAD,
     LONG_ITEMS,
@@ -505,6 +506,18 @@ def test_without_a_cache_no_instance_is_a_holder() -> None:
     holder = encoding.warm("a" * 64)
     encoding.fill(holder)
     assert encoding.at(encoding.need("a" * 64)) == other_of(holder)
+
+
+def test_a_tier_that_outlives_the_instance_makes_it_a_holder() -> None:
+    """Also if it keeps nothing in its own memory."""
+    encoding = Encoding()
+    stats = encoding.harness.stats.encode
+    assert stats is not None
+    stats.cache_max_bytes, stats.tiers = 0, [CacheTier("memory", 0, 0, 0), CacheTier("shm", 0, 0, CACHE)]
+    encoding.harness.wait(0.25, E0, E1, PD0)
+    holder = encoding.warm("a" * 64)
+    encoding.fill(holder)
+    assert encoding.at(encoding.need("a" * 64)) == holder
 
 
 def test_a_popular_item_leaves_the_others_to_the_other_instance() -> None:

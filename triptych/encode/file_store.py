@@ -74,7 +74,7 @@ class FileStore:
     @property
     def tiers(self) -> list[CacheTier]:
         """See ``EmbeddingStore``."""
-        return [CacheTier(self._name, self._num_hits, self.num_bytes)]
+        return [CacheTier(self._name, self._num_hits, self.num_bytes, self.max_bytes)]
 
     def lookup(self, names: Sequence[str]) -> "Future[Found]":
         """See ``EmbeddingStore``."""

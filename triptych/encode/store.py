@@ -96,7 +96,7 @@ class MemoryStore:
 
     @property
     def tiers(self) -> list[CacheTier]:
-        return [CacheTier("memory", self._num_hits, self.num_bytes)]
+        return [CacheTier("memory", self._num_hits, self.num_bytes, self.max_bytes)]
 
     def lookup(self, names: Sequence[str]) -> "Future[Found]":
         with self._lock:

@@ -85,6 +85,8 @@ class CacheTier(Struct):
     """Parts that this instance has found there so far."""
     bytes: Count
     """Size of the embeddings there. Instances on a machine have the tiers after the first in common."""
+    max_bytes: Count = 0
+    """Size that it may have; 0 if unknown."""
 
 
 class EncodeStats(Struct):

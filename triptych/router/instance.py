@@ -177,8 +177,10 @@ class Instance:
 
     @property
     def encode_cache_bytes(self) -> int:
-        """Capacity of its encoder cache, as its last heartbeat says; 0 if unknown."""
-        return self.stats.encode.cache_max_bytes if self.stats.encode is not None else 0
+        """Capacity of the largest tier of its encoder cache, as its last heartbeat says; 0 if unknown."""
+        if (stats := self.stats.encode) is None:
+            return 0
+        return max([stats.cache_max_bytes, *(tier.max_bytes for tier in stats.tiers)])
 
     @property
     def media_row_bytes(self) -> int:
