@@ -26,7 +26,9 @@ log = logging.getLogger(__name__)
 LOOKUP_SECONDS = 0.5
 """Time that a lookup may take from when it is asked for."""
 PUT_SECONDS = 1.0
-"""Time that a put or removal may take, which lookups may wait for."""
+"""Time that a put or removal may take, which lookups may wait for; a put takes longer by its bytes."""
+SLOWEST_PUT = 50 * 10**6
+"""Bytes per second at which a put may be made, beside that time."""
 START_SECONDS = 20.0
 """Time to connect, in which nothing is asked."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
@@ -81,7 +83,7 @@ class PoolStore:
         return self._asks
 
     def lookup(self, names: Sequence[str]) -> "Future[Found]":
-        """See ``EmbeddingStore``. Takes about ``LOOKUP_SECONDS`` and ``PUT_SECONDS`` at most."""
+        """See ``EmbeddingStore``. Takes ``LOOKUP_SECONDS`` at most, and what is left of a put."""
         if not self._may_ask():
             return answered([None] * len(names))
         result: Future[Found] = Future()
@@ -224,7 +226,7 @@ class PoolStore:
         pairs += [(one, [_alias(one, name, self._key)]) for one in others]
         for key, value in pairs:
             size = sum(map(len, value))
-            process.call(PoolRequest("put", _keys([key]), [size]), PUT_SECONDS, value)
+            process.call(PoolRequest("put", _keys([key]), [size]), PUT_SECONDS + size / SLOWEST_PUT, value)
 
 
 def _keys(names: Sequence[str] | set[str]) -> list[str]:
