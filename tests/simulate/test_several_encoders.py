@@ -1,4 +1,4 @@
-"""Several encode instances for one request, in virtual time: as many as no machine here has, at measured costs."""
+"""Several encode instances for one request, in virtual time: more than a machine here has cores, at measured costs."""
 
 import json
 from collections.abc import Sequence
