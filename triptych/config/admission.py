@@ -36,6 +36,11 @@ class AdmissionConfig(Settings):
         "has much more work than others; least-loaded: the one with the least work; round-robin: in turns",
         choices=PLACEMENTS,
     )
+    auto_roles: bool = setting(
+        False,
+        "change the roles of instances as the load does: instances of an unsplit topology (such as 4EPD) encode, or "
+        "prefill and decode, or do all, by what these took of the last seconds; for one frontend",
+    )
     restart_hold: float = setting(
         30.0,
         "seconds that requests wait for a stage whose last instance was lost, or longer while it is being restarted; "

@@ -1,7 +1,9 @@
-"""Role changes of running instances, requested by operators: checked, sent, and answered once they are done."""
+"""Role changes of running instances, requested by operators or by a policy: checked, sent, and answered once they are
+done."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from triptych.messages.codec import Message
 from triptych.messages.operations import RoleRefused, RoleSet, SetRole
@@ -12,6 +14,9 @@ from triptych.topology import Role
 from triptych.types import Address
 
 log = logging.getLogger(__name__)
+
+Answer = Callable[[RoleSet | RoleRefused], object]
+"""Takes the answer to a request for a change."""
 
 
 def role_change_impact(others: Sequence[Role], current: Role, target: Role) -> str:
@@ -50,7 +55,7 @@ def _unpaired_roles(roles: Iterable[Role]) -> list[str]:
 
 
 class RoleChanges:
-    """Role changes in progress, each with an operator waiting for the answer."""
+    """Role changes in progress, each with an operator or a policy waiting for the answer."""
 
     def __init__(
         self,
@@ -65,29 +70,34 @@ class RoleChanges:
         self._address = address
         self._send = send
         self._reply = reply
-        self._pending: dict[Address, SetRole] = {}
+        self._pending: dict[Address, tuple[SetRole, Answer]] = {}
 
-    def request_change(self, message: SetRole) -> None:
-        """Send an instance its new role, or the operator the reason why not."""
+    def request_change(self, message: SetRole, answer: Answer | None = None) -> None:
+        """Send an instance its new role, or answer with the reason why not. Without an ``answer``, the operator that
+        sent the message gets it."""
+        answer = answer or partial(self._reply, message.reply_to)
         named = self._membership.named(message.instance)
         if reason := self._refusal(message, named):
-            self._refuse(message, reason)
+            self._refuse(message, answer, reason)
             return
         (instance,) = named
         if instance.role is message.role:
-            self._reply(message.reply_to, RoleSet(instance.name, instance.role))
+            answer(RoleSet(instance.name, instance.role))
             return
         log.info("%s is changing its role to %s", instance.name, message.role)
         self._membership.set_next_role(instance, message.role)
-        self._pending[instance.address] = message
+        self._pending[instance.address] = message, answer
         self._send(instance.address, ChangeRole(message.role, message.timeout, self._address))
 
     def registered(self, message: Register) -> None:
         """An instance has registered again, perhaps with the role that was requested."""
         pending = self._pending.get(message.address)
-        if pending is not None and (pending.instance, pending.role) == (message.name, message.role):
+        if pending is None:
+            return
+        asked, answer = pending
+        if (asked.instance, asked.role) == (message.name, message.role):
             del self._pending[message.address]
-            self._reply(pending.reply_to, RoleSet(pending.instance, pending.role))
+            answer(RoleSet(asked.instance, asked.role))
 
     def changing(self, message: ChangingRole) -> None:
         """An instance is changing its role, because this or another frontend has asked for it."""
@@ -99,12 +109,12 @@ class RoleChanges:
         if instance := self._membership.get(message.address):
             self._membership.set_next_role(instance, None)
         if pending := self._pending.pop(message.address, None):
-            self._refuse(pending, message.reason)
+            self._refuse(*pending, message.reason)
 
     def lost(self, instance: Instance, why: str) -> None:
         """An instance is gone."""
         if pending := self._pending.pop(instance.address, None):
-            self._refuse(pending, f"it {why}")
+            self._refuse(*pending, f"it {why}")
 
     def _refusal(self, message: SetRole, named: list[Instance]) -> str:
         if len(named) != 1:
@@ -118,6 +128,6 @@ class RoleChanges:
         impact = role_change_impact(others, instance.role, message.role)
         return f"{impact}; use --force to change it anyway" if impact else ""
 
-    def _refuse(self, message: SetRole, reason: str) -> None:
+    def _refuse(self, message: SetRole, answer: Answer, reason: str) -> None:
         log.info("%s keeps its role instead of %s: %s", message.instance, message.role, reason)
-        self._reply(message.reply_to, RoleRefused(message.instance, message.role, reason))
+        answer(RoleRefused(message.instance, message.role, reason))

@@ -25,6 +25,7 @@ from triptych.messages.work import (
 )
 from triptych.observe.events import EventLog
 from triptych.observe.metrics import Metrics
+from triptych.router.auto_roles import AutoRoles
 from triptych.router.availability import Availability
 from triptych.router.debug import RouterState
 from triptych.router.encode_dispatcher import EncodeTask
@@ -99,14 +100,22 @@ class Router:
         )
         self._transitions = self.lifecycle.transitions
         self._requests, self._encodes = self.lifecycle.requests, self.lifecycle.encodes
-        admitted = self.lifecycle.admission
-        self.metrics.watch("num_requests_queued", "requests queued at the frontend", lambda: len(admitted))
-        self.metrics.watch("num_items_queued", "media items queued at the frontend", lambda: len(self._encodes))
         self.load = LoadWindow(self.membership, self.lifecycle, clock)
         """The load of the last seconds, by ``tick``."""
+        self._collect_load(expects_encoders=expects_encoders)
+        self._role_changes = RoleChanges(self.membership, address=address, send=self._notify, reply=self._reply)
+        self._auto_roles = (
+            AutoRoles(self.membership, self._role_changes, self.events, address) if admission.auto_roles else None
+        )
+        self._handlers, self._instances = self._make_handlers(identity, lease)
+
+    def _collect_load(self, *, expects_encoders: bool) -> None:
+        """Have metrics tell of queues and stages."""
+        admitted, encodes = self.lifecycle.admission, self.lifecycle.encodes
+        self.metrics.watch("num_requests_queued", "requests queued at the frontend", lambda: len(admitted))
+        self.metrics.watch("num_items_queued", "media items queued at the frontend", lambda: len(encodes))
         stages = StageCollector(self.membership, self.lifecycle, expects_encoders=expects_encoders)
         self.metrics.registry.register(stages)
-        self._handlers, self._instances = self._make_handlers(identity, lease)
 
     def _collect(self, clock: Clock) -> None:
         """Have metrics and events tell of instances and servers."""
@@ -122,12 +131,11 @@ class Router:
         self, identity: ModelIdentity, lease: LeaseConfig
     ) -> tuple[dict[type[Any], Callable[[Any], None]], InstanceMessages]:
         """Return what handles each type of message, and what handles those about instances."""
-        role_changes = RoleChanges(self.membership, address=self._address, send=self._notify, reply=self._reply)
         instances = InstanceMessages(
             membership=self.membership,
             lifecycle=self.lifecycle,
             availability=self.availability,
-            role_changes=role_changes,
+            role_changes=self._role_changes,
             identity=identity,
             config=lease,
             address=self._address,
@@ -141,7 +149,7 @@ class Router:
             membership=self.membership,
             lifecycle=self.lifecycle,
             availability=self.availability,
-            role_changes=role_changes,
+            role_changes=self._role_changes,
             identity=identity,
             servers=self.servers,
             notify=self._notify,
@@ -349,6 +357,8 @@ class Router:
         self.lifecycle.expire(DeadlineExceeded("the request was not answered before its deadline"))
         self._settle(time_passed=True)
         self.load.tick(now)
+        if self._auto_roles is not None:
+            self._auto_roles.tick(now)
 
     def _notify(self, to: Address, message: Message) -> None:
         """Send a message, and only log a failure: an unreachable peer loses its lease soon."""
