@@ -22,10 +22,11 @@ from triptych.checkpoint.gguf.folder import gguf_folder
 from triptych.checkpoint.identity import model_identity
 from triptych.checkpoint.reader import Checkpoint
 from triptych.cli.flags import model_folder
-from triptych.errors import CheckpointError, ConfigError
+from triptych.errors import CheckpointError, ConfigError, MediaNotServed
 from triptych.layers.linear import PlainFormat
 from triptych.models.registry import family_of, resolve
 from triptych.prompt.probe import probe_image
+from triptych.prompt.prompt import PromptBuilder
 
 CPU, FP32 = torch.device("cpu"), PlainFormat(torch.float32)
 
@@ -130,6 +131,16 @@ def test_a_file_of_towers_needs_a_gguf_file(gemma: tuple[Path, Path, Path], tmp_
         model_folder(str(source), str(mmproj))
     with pytest.raises(CheckpointError, match="no such file"):
         model_folder(str(text), str(tmp_path / "none.gguf"))
+
+
+def test_pictures_without_towers_are_refused_with_what_to_give(gemma: tuple[Path, Path, Path]) -> None:
+    source, text, mmproj = gemma
+    content = [{"type": "image", "data": png(Image.new("RGB", (30, 30)))}]
+    with pytest.raises(MediaNotServed, match=r"text alone; .* their GGUF file as --mmproj"):
+        PromptBuilder(gguf_folder(text)).build([{"role": "user", "content": content}])
+    message = {"role": "user", "content": content}
+    ours, theirs = (PromptBuilder(place).build([message]) for place in (gguf_folder(text, mmproj), source))
+    assert ours.tokens == theirs.tokens
 
 
 def test_an_index_cannot_join_what_doesn_t_fit(tmp_path: Path) -> None:

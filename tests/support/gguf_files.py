@@ -53,7 +53,7 @@ YARN = {
 
 def _tiny(architecture: str, model_type: str, **settings: Any) -> Tiny:
     own = {"architectures": [f"{architecture}ForCausalLM"], "model_type": model_type}
-    return Tiny(SIZES | own | settings, split_experts=True)
+    return Tiny(SIZES | own | settings, split_experts=model_type not in ("gpt_oss", "llama4_text"))
 
 
 SOURCES: dict[str, Tiny] = {
@@ -74,6 +74,26 @@ SOURCES: dict[str, Tiny] = {
         | {f"{name}_factor": [1 + number / at for number in range(6)] for name, at in (("short", 16), ("long", 2))},
     ),
     "glm4": _tiny("Glm4", "glm4", partial_rotary_factor=0.5, attention_bias=True, pad_token_id=0),
+    "gpt-oss": _tiny(
+        "GptOss",
+        "gpt_oss",
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        sliding_window=16,
+        intermediate_size=64,
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
+        | {"beta_fast": 32.0, "beta_slow": 1.0},
+    ),
+    "llama4": _tiny(
+        "Llama4",
+        "llama4_text",
+        num_local_experts=16,
+        num_experts_per_tok=1,
+        intermediate_size=64,
+        intermediate_size_mlp=128,
+        interleave_moe_layer_step=2,
+        num_hidden_layers=4,
+    ),
     "gemma2": _tiny("Gemma2", "gemma2", tie_word_embeddings=True, **GEMMA, **SOFTCAPS),
     "gemma3": _tiny(
         "Gemma3", "gemma3_text", tie_word_embeddings=True, sliding_window_pattern=6, rope_local_base_freq=1e4, **GEMMA
@@ -92,7 +112,7 @@ def write_gguf(source: Path, path: Path, architecture: str, kind: GGMLQuantizati
     _write_tokenizer(writer, source)
     stacks: defaultdict[str, dict[int, Any]] = defaultdict(dict)
     dense = {}
-    for key, weight in load_file(source / "model.safetensors").items():
+    for key, weight in _separated(load_file(source / "model.safetensors"), architecture).items():
         is_quantized = weight.ndim == 2 and kind != GGMLQuantizationType.F32
         stored = quantize(weight, kind) if is_quantized else weight
         dense[key] = dequantize(stored, kind) if is_quantized else weight
@@ -111,7 +131,7 @@ def write_gguf(source: Path, path: Path, architecture: str, kind: GGMLQuantizati
             stacks[name][expert] = stored
     for name, experts in stacks.items():
         stack = np.stack([experts[number] for number in sorted(experts)])
-        writer.add_tensor(name, stack, raw_dtype=kind)
+        writer.add_tensor(name, stack, raw_dtype=kind if name.endswith("weight") else GGMLQuantizationType.F32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -119,18 +139,44 @@ def write_gguf(source: Path, path: Path, architecture: str, kind: GGMLQuantizati
     copy = source.with_name(f"{source.name}-dequantized")
     copy.mkdir()
     for file in source.iterdir():
-        if file.suffix != ".safetensors":
+        if file.suffix != ".safetensors" or kind == GGMLQuantizationType.F32:
             (copy / file.name).write_bytes(file.read_bytes())
-    save_file(dense, copy / "model.safetensors")
+    if kind != GGMLQuantizationType.F32:
+        save_file(dense, copy / "model.safetensors")
     return copy
+
+
+def _separated(weights: dict[str, NDArray[Any]], architecture: str) -> dict[str, NDArray[Any]]:
+    """Each expert's matrices by themselves, where transformers has them in transposed stacks; gates and ups alternate
+    in gpt-oss's."""
+    found = {}
+    for key, stack in weights.items():
+        place, is_stack, kind = key.partition(".experts.")
+        if kind.partition("_bias")[0] not in ("gate_up_proj", "down_proj"):
+            found[key] = stack
+            continue
+        suffix = "bias" if kind.endswith("_bias") else "weight"
+        for expert, matrix in enumerate(stack):
+            rows, half = matrix.T, len(matrix.T) // 2
+            parts = {"down_proj": rows}
+            if kind.startswith("gate_up") and architecture == "gpt-oss":
+                parts = {"gate_proj": rows[::2], "up_proj": rows[1::2]}
+            elif kind.startswith("gate_up"):
+                parts = {"gate_proj": rows[:half], "up_proj": rows[half:]}
+            for name, part in parts.items():
+                found[f"{place}{is_stack}{expert}.{name}.{suffix}"] = np.ascontiguousarray(part)
+    return found
 
 
 def _named(key: str, entry: Architecture) -> tuple[str, int | None]:
     """The file's name of a tensor, and which expert's it is."""
     part, _, kind = key.rpartition(".")
-    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", part)
+    layer = re.match(r"model\.layers\.(\d+)\.(.+)", part)
     if layer is None:
         return f"{next(name for name, theirs in WHOLE.items() if theirs == part)}.{kind}", None
+    whole = re.sub(r"model\.layers\.\d+\.", "", key)
+    if own := next((name for name, one in entry.names.items() if one == whole), None):
+        return f"blk.{layer[1]}.{own}", None
     expert = re.search(r"experts\.(\d+)\.", layer[2])
     theirs = re.sub(r"experts\.\d+\.", "experts.{}.", layer[2])
     own = next(name for name, one in entry.names.items() if one == theirs)
@@ -142,16 +188,17 @@ def _write_settings(writer: GGUFWriter, architecture: str, config: dict[str, Any
         "block_count": "num_hidden_layers",
         "context_length": "max_position_embeddings",
         "embedding_length": "hidden_size",
-        "feed_forward_length": "intermediate_size",
+        "feed_forward_length": "intermediate_size_mlp" if architecture == "llama4" else "intermediate_size",
         "attention.head_count": "num_attention_heads",
         "attention.head_count_kv": "num_key_value_heads",
         "attention.key_length": "head_dim",
-        "expert_count": "num_experts",
+        "expert_count": "num_experts" if "num_experts" in config else "num_local_experts",
         "expert_used_count": "num_experts_per_tok",
-        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_feed_forward_length": "moe_intermediate_size" if "num_experts" in config else "intermediate_size",
+        "interleave_moe_layer_step": "interleave_moe_layer_step",
         "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     }
-    if architecture == "phi3" or "sliding_window_pattern" in config or "attn_logit_softcapping" in config:
+    if architecture in ("phi3", "gpt-oss") or "sliding_window_pattern" in config or "attn_logit_softcapping" in config:
         counts["attention.sliding_window"] = "sliding_window"
     floats = {
         "attention.layer_norm_rms_epsilon": "rms_norm_eps",

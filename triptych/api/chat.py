@@ -107,7 +107,8 @@ async def plan_prompt(
     """Plan the request's prompt while it holds an admission slot; return it and the intervals spent. Raises
     RequestError and ServiceError."""
     check_model(api, request.model)
-    has_media = bool(media_parts(request.messages))
+    if has_media := bool(media_parts(request.messages)):
+        api.prompt_builder.check_takes_media()
     with api.lifecycle.preparing(
         context.record, has_media=has_media, priority=request.priority or 0, timeout=context.remaining
     ):

@@ -13,6 +13,7 @@ import msgspec
 from blake3 import blake3
 
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
+from triptych.checkpoint.gguf.index import WITHOUT_TOWERS
 from triptych.errors import (
     CheckpointError,
     InternalError,
@@ -168,6 +169,7 @@ class PromptBuilder:
         self._folder = folder = Path(folder)
         config = load_config(folder)
         self._family = family_of(config)
+        self._lacks_towers = bool(config.get(WITHOUT_TOWERS))
         self.model_type = str(config.get("model_type", ""))
         self.planner: Planner = resolve(self._family.planner)(
             config, load_preprocessor_config(folder), load_video_config(folder)
@@ -392,11 +394,16 @@ class PromptBuilder:
                 yield _UnplacedItem(part["data"], plan, label, param, planned.total())
                 planned[modality] += 1
 
+    def check_takes_media(self) -> None:
+        """Raise MediaNotServed if the model takes text alone."""
+        if not self._family.takes_media:
+            hint = "; if it has encoders, the operator gives their GGUF file as --mmproj" if self._lacks_towers else ""
+            raise MediaNotServed(f"this model takes text alone{hint}")
+
     def _plan(self, part: MediaPart, counted: MediaBudget, among: Among) -> tuple[ItemPlan, str]:
         """Return an item's plan and its label."""
         modality = part["type"]
-        if not self._family.takes_media:
-            raise MediaNotServed("this model takes text alone")
+        self.check_takes_media()
         if modality not in self.modalities:
             raise UnsupportedMedia(f"the model takes no {PLURALS[modality]}")
         header = PROBES[modality](part["data"])

@@ -51,12 +51,30 @@ EXPERTS = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 """``{}`` is an expert's number."""
+GPT_OSS = {
+    **ATTENTION,
+    "attn_sinks.weight": "self_attn.sinks",
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+    **{f"ffn_{one}_exps": f"mlp.experts.{{}}.{one}_proj" for one in ("gate", "up", "down")},
+}
+LLAMA4 = {
+    **ATTENTION,
+    **NORMS,
+    "ffn_gate_inp": "feed_forward.router",
+    **{f"ffn_{one}": f"feed_forward.{one}_proj" for one in ("gate", "up", "down")},
+    **{f"ffn_{one}_exps": f"feed_forward.experts.{{}}.{one}_proj" for one in ("gate", "up", "down")},
+    **{f"ffn_{one}_shexp": f"feed_forward.shared_expert.{one}_proj" for one in ("gate", "up", "down")},
+}
 FACTORS = "rope_freqs.weight"
 """Divisors of the rope's frequencies (Llama 3.1 and later)."""
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 UNPLACED = (FACTORS, LONG_FACTORS, SHORT_FACTORS)
 """Tensors that become settings."""
 MAX_VALUES = 2**16
+LLAMA4_SCOUT = 16
+"""Experts of the smaller model."""
 WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -160,7 +178,7 @@ def _common(settings: ModelSettings) -> Config:
     config = {
         "hidden_size": width,
         "num_hidden_layers": settings.number("block_count"),
-        "intermediate_size": settings.number("feed_forward_length"),
+        "intermediate_size": settings.number("feed_forward_length", 0),
         "num_attention_heads": heads,
         "num_key_value_heads": settings.number("attention.head_count_kv", heads),
         "head_dim": settings.number("attention.key_length", width // heads if heads else 0),
@@ -279,6 +297,30 @@ def _qwen2_moe(settings: ModelSettings) -> Config:
     return _experts(settings) | {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
 
 
+def _gpt_oss(settings: ModelSettings) -> Config:
+    return {
+        "num_local_experts": settings.number("expert_count"),
+        "num_experts_per_tok": settings.number("expert_used_count"),
+        "intermediate_size": settings.number("expert_feed_forward_length"),
+        "sliding_window": settings.number("attention.sliding_window"),
+        **({"rope_scaling": _yarn(settings) | {"truncate": False}} if settings.has("rope.scaling.factor") else {}),
+    }
+
+
+def _llama4(settings: ModelSettings) -> Config:
+    """Files don't say what all released models have alike, nor that queries and keys of those with 16 experts alone are
+    normalised."""
+    experts = settings.number("expert_count")
+    return {
+        "num_local_experts": experts,
+        "num_experts_per_tok": settings.number("expert_used_count"),
+        "intermediate_size": settings.number("expert_feed_forward_length"),
+        "intermediate_size_mlp": settings.number("feed_forward_length"),
+        "interleave_moe_layer_step": settings.number("interleave_moe_layer_step"),
+        "use_qk_norm": experts == LLAMA4_SCOUT,
+    }
+
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", ATTENTION | MLP | NORMS, _windows, rotated=True),
     "mistral3": Architecture("ministral3", ATTENTION | MLP | NORMS, _ministral3, rotated=True),
@@ -291,6 +333,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3vlmoe": Architecture("qwen3_moe", ATTENTION | EXPERTS | NORMS, _qwen3_moe),
     "phi3": Architecture("phi3", ATTENTION | FUSED_MLP | NORMS, _phi3),
     "glm4": Architecture("glm4", ATTENTION | FUSED_MLP | GLM_NORMS, _partial),
+    "gpt-oss": Architecture("gpt_oss", GPT_OSS, _gpt_oss),
+    "llama4": Architecture("llama4_text", LLAMA4, _llama4),
     "gemma2": Architecture("gemma2", ATTENTION | MLP | GEMMA_NORMS, _gemma2, norm_offset=1),
     "gemma3": Architecture("gemma3_text", ATTENTION | MLP | GEMMA_NORMS, _gemma3, norm_offset=1),
 }

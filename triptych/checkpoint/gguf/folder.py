@@ -19,14 +19,14 @@ from blake3 import blake3
 from triptych.checkpoint.config_files import GENERATION_CONFIG
 from triptych.checkpoint.gguf.architectures import UNPLACED, WHOLE, Architecture, Config, ModelSettings, config_of
 from triptych.checkpoint.gguf.file import GgufFile, GgufTensor, is_served, read_gguf
-from triptych.checkpoint.gguf.index import INDEX, SUFFIX, Entry, written
+from triptych.checkpoint.gguf.index import INDEX, SUFFIX, WITHOUT_TOWERS, Entry, written
 from triptych.checkpoint.gguf.projectors import PROJECTORS
 from triptych.checkpoint.gguf.tokenizer import CONTROL, tokenizer_json
 from triptych.checkpoint.gguf.towers import tower_of
 from triptych.errors import CheckpointError
 from triptych.user_cache import user_cache
 
-LAYOUT = "2"
+LAYOUT = "3"
 """Changes when folders are made otherwise."""
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>")
@@ -81,6 +81,8 @@ def _make(folder: Path, files: Sequence[GgufFile], towers: Sequence[GgufFile]) -
         entries = {tower.within(key): one for key, one in entries.items()}
         entries |= tower.entries(f"{len(files)}{SUFFIX}")
         config, processors = tower.config, dict(tower.processors)
+    else:
+        config = config | {WITHOUT_TOWERS: True}
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".made-"))
     try:
         texts = {"config.json": json.dumps(config, indent=1), "tokenizer.json": tokenizer_json(first)}
@@ -122,6 +124,9 @@ def _places(file: GgufFile, tensor: GgufTensor, architecture: Architecture) -> I
     """Yield names of a tensor, each with where it begins and its shape: one, or one for each expert of a stack."""
     part, _, kind = tensor.name.rpartition(".")
     found = re.fullmatch(r"blk\.(\d+)\.(.+)", part)
+    if found is not None and (whole := architecture.names.get(f"{found[2]}.{kind}")) is not None:
+        yield f"model.layers.{found[1]}.{whole}", tensor.offset, tensor.shape
+        return
     name = WHOLE.get(part) if found is None else architecture.names.get(found[2])
     if name is None:
         raise CheckpointError(f"{file.path}: tensor {tensor.name!r} has no place in {architecture.model_type}")

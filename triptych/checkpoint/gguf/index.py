@@ -11,6 +11,8 @@ from triptych.errors import CheckpointError
 
 INDEX = "gguf.json"
 SUFFIX = ".gguf"
+WITHOUT_TOWERS = "gguf_without_mmproj"
+"""Setting of the config of a file that was given without one of towers."""
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

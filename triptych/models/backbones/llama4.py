@@ -9,7 +9,14 @@ from dataclasses import replace
 from triptych.errors import CheckpointError
 from triptych.layers.cache_spec import ChunkWindow, Window
 from triptych.layers.decoder_config import DecoderConfig
-from triptych.layers.rope_config import NO_POSITIONS, DynamicScaling, LinearScaling, Llama3Scaling, RopeConfig
+from triptych.layers.rope_config import (
+    NO_POSITIONS,
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+)
 from triptych.layers.specs import (
     AttentionSpec,
     FfnSpec,
@@ -66,7 +73,10 @@ def _mixers(text: TextConfig) -> tuple[AttentionSpec, AttentionSpec]:
             positive_number(text, "attn_scale", 0.1), setting(text, "floor_scale", int, default=8192), offset=1
         )
     has_norm = setting(text, "use_qk_norm", bool, default=True)
-    if has_norm and not isinstance(rope.scaling, None | LinearScaling | Llama3Scaling | DynamicScaling):
+    keeps_size = isinstance(rope.scaling, None | LinearScaling | Llama3Scaling | DynamicScaling) or (
+        isinstance(rope.scaling, LongRopeScaling) and rope.scaling.attention_factor == 1
+    )
+    if has_norm and not keeps_size:
         # Queries and keys are normalised after their rotation, which we do before. That is the same only if the
         # rotation keeps their size.
         raise CheckpointError(
