@@ -6,7 +6,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,6 +33,8 @@ class VllmServer:
     """How the next chats are answered, if not as they should: a status; ``die`` (all connections end), ``break`` (one
     ends before its answer), ``half`` (after the first word), ``garbage``, ``html``, ``endless``, ``error`` (an event),
     ``hang`` (nothing comes until ``opened``), ``pause`` (the same after the first word), ``on`` (words without end)."""
+    take_rows: Callable[[dict[str, Any]], bool] = lambda _: True
+    """Called with each chat's body; whether it can be answered."""
     healthy: bool = True
     opened: threading.Event = field(default_factory=threading.Event)
     entered: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -152,6 +154,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
             return
         if behaviour == "hang" and not self._wait():
+            return
+        if not self.vllm.take_rows(body):
+            self._json({"error": {"message": "Internal server error", "code": 500}}, 500)
             return
         if body.get("stream"):
             self._stream(behaviour)

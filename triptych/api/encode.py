@@ -163,6 +163,12 @@ def npy_text(rows: Bytes, layout: RowLayout) -> Iterator[bytes]:
     yield from _base64(_npy(rows, layout))
 
 
+def file_text(data: bytes) -> Iterator[bytes]:
+    """Yield a file as a ``data:`` URL, in pieces."""
+    yield b"data:application/octet-stream;base64,"
+    yield from _base64(data[first : first + PIECE_BYTES] for first in range(0, len(data), PIECE_BYTES))
+
+
 def _npy(rows: Bytes, layout: RowLayout) -> Iterator[bytes]:
     """Yield a NumPy file of rows."""
     dtype = np.dtype("<f2" if layout.dtype == "float16" else "<f4")

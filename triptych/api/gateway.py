@@ -1,19 +1,21 @@
 """Chats that a language server of another project answers: media are planned and encoded here, and everything else is
 passed on as it came."""
 
+import asyncio
 import re
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 from pydantic_core import from_json
 
 from triptych.api.context import ApiContext
-from triptych.api.encode import EncodedMedia, collect_rows, npy_text
+from triptych.api.encode import collect_rows, file_text, npy_text
 from triptych.api.fields import MAX_NAME
 from triptych.api.generation import NO_MODEL, RequestContext
 from triptych.api.media_parts import MediaSettings, PartIndex, check_parts, fetch_all, media_parts
@@ -21,10 +23,14 @@ from triptych.api.schemas import MAX_MESSAGES, MAX_PARTS, ConversationFields
 from triptych.api.validation import parse_request
 from triptych.errors import InvalidRequest, TriptychError, UnknownModel, UnsupportedField, UnsupportedValue
 from triptych.gateway.answers import ServerAnswer
-from triptych.gateway.relay import AnswerPart, Call, Relay
-from triptych.models.vllm_grids import image_part
+from triptych.gateway.relay import AnswerPart, Call, Prepared, Relay
+from triptych.messages.tickets import PARAMETER
+from triptych.models.vllm_grids import image_part, placeholder_part
 from triptych.observe.requests import ChoiceRecord
 from triptych.observe.timeline import Interval
+from triptych.prompt.prompt import PlannedPrompt
+from triptych.router.row_consumers import name_of
+from triptych.router.stream import TokenStream
 
 PATH = "/v1/chat/completions"
 TEXT_PARTS = frozenset({"text", "refusal", "thinking", "input_text", "output_text"})
@@ -47,31 +53,58 @@ class Forwarded:
     """The body's. Media parts are those that the server gets, with names in place of rows."""
     text_length: int
     """Characters of the body, about."""
-    rows: Mapping[str, tuple[EncodedMedia, int]] = field(default_factory=dict)
-    """By name: the media, and the item's index among them."""
+    pieces: Mapping[str, Callable[[], Iterator[bytes]]] = field(default_factory=dict)
+    """By name: what takes its place, in pieces, so that no copy of rows is made."""
+    num_rows: int = 0
+    prompt: PlannedPrompt | None = None
+    """The media whose rows a connector asks for; None if the body has them."""
 
     @property
     def stream(self) -> bool:
         return bool(self.fields.get("stream"))
 
-    def body(self, model: str) -> Iterator[bytes]:
-        """Yield the body in pieces, so that no copy of the rows is made."""
-        named = self.fields.get("model")
-        own = named in (*NO_MODEL, self.api.model_name)
-        text = msgspec.json.encode(self.fields | {"model": model if own else named})
-        if not self.rows:
-            yield text
-            return
-        for number, piece in enumerate(re.split("|".join(self.rows).join("()").encode(), text)):
-            if number % 2:
-                media, index = self.rows[piece.decode()]
-                yield from npy_text(media.items[index][1], media.layout)
-            else:
-                yield piece
+    @property
+    def cache_salt(self) -> str:
+        return self.fields.get("cache_salt") or ""
 
     @property
-    def num_rows(self) -> int:
-        return sum(len(media.items[index][1]) for media, index in self.rows.values())
+    def priority(self) -> int:
+        """Lower goes first; 0 for one that isn't a priority here."""
+        priority = self.fields.get("priority")
+        return priority if isinstance(priority, int) and priority >= 0 else 0
+
+    @contextmanager
+    def prepared(self, model: str) -> Iterator[Prepared]:
+        """Prepare the body for a server that calls the model ``model``. Inside, its connector may ask for rows."""
+        if self.prompt is None:
+            yield Prepared(self._body(model))
+            return
+        lifecycle, consumers = self.api.lifecycle, self.api.router.consumers
+        timeout = self.context.remaining
+        stream, state = lifecycle.lend(
+            self.context.record, self.prompt, consumers, self.cache_salt, timeout=timeout, priority=self.priority
+        )
+        failed = asyncio.ensure_future(_ended(stream))
+        try:
+            ticket = {"ec_transfer_params": {PARAMETER: consumers.ticket(state)}}
+            yield Prepared(self._body(model, ticket), failed)
+        finally:
+            failed.cancel()
+            failed.add_done_callback(lambda one: one.cancelled() or one.exception())  # it may not have been looked at
+            lifecycle.cancel(stream.request)
+
+    def _body(self, model: str, more: Mapping[str, Any] = MappingProxyType({})) -> Iterator[bytes]:
+        named = self.fields.get("model")
+        own = named in (*NO_MODEL, self.api.model_name)
+        text = msgspec.json.encode(self.fields | {"model": model if own else named, **more})
+        if not self.pieces:
+            yield text
+            return
+        for number, piece in enumerate(re.split("|".join(self.pieces).join("()").encode(), text)):
+            if number % 2:
+                yield from self.pieces[piece.decode()]()
+            else:
+                yield piece
 
     @property
     def cost(self) -> float:
@@ -137,25 +170,41 @@ async def prepare(api: ApiContext, text: bytes, context: RequestContext) -> Forw
         raise UnknownModel(f"model {model!r} is not served here; {api.model_name!r} is", "model")
     conversation = _media_alone(fields)
     has_media = bool(media_parts(conversation.messages))
-    priority = fields.get("priority")
-    priority = priority if isinstance(priority, int) and priority >= 0 else 0
+    forwarded = Forwarded(api, context, fields, len(text))
     with api.lifecycle.preparing(
-        context.record, has_media=has_media, priority=priority, timeout=context.remaining, generates=False
+        context.record,
+        has_media=has_media,
+        priority=forwarded.priority,
+        timeout=context.remaining,
+        generates=False,
     ):
         placed, prompt = await _plan(api, fields, conversation, context)
-    forwarded = Forwarded(api, context, fields, len(text))
+    fields.pop("mm_processor_kwargs", None)  # they are in the plan
+    forwarded.num_rows = sum(item.plan.rows for item in prompt.items)
     if not prompt.items:
         return forwarded
-    media = await collect_rows(api, prompt, context, cache_salt=fields.get("cache_salt") or "", priority=priority)
     nonce = secrets.token_hex(16)
-    names = {f"rows:{nonce}:{number}:": (media, number) for number in range(len(media.items))}
-    for (m, p), (name, (_, number)) in zip(placed, names.items(), strict=True):
-        item = media.items[number][0]
-        part = image_part(name, item.plan.grid, item.key, api.prompt_builder.model_type)
+    names = [f"media:{nonce}:{number}:" for number in range(len(placed))]
+    make = placeholder_part if servers.is_connected else image_part
+    for (m, p), name, item in zip(placed, names, prompt.items, strict=True):
+        key = name_of(item.key, forwarded.cache_salt)
+        part = make(name, item.plan.grid, key, api.prompt_builder.model_type)
         fields["messages"][m]["content"][p] = part
-    fields.pop("mm_processor_kwargs", None)  # they are in the plan
-    forwarded.rows = names
+    if servers.is_connected:
+        forwarded.prompt = prompt
+        files = (partial(file_text, item.data) for item in prompt.items)
+        forwarded.pieces = dict(zip(names, files, strict=True))
+        return forwarded
+    media = await collect_rows(api, prompt, context, cache_salt=forwarded.cache_salt, priority=forwarded.priority)
+    rows = (partial(npy_text, rows, media.layout) for _, rows in media.items)
+    forwarded.pieces = dict(zip(names, rows, strict=True))
     return forwarded
+
+
+async def _ended(stream: TokenStream) -> None:
+    """Return once a stream ends. Raises the error that it ends with."""
+    async for _ in stream:
+        pass
 
 
 def _media_alone(fields: dict[str, Any]) -> ConversationFields:
@@ -175,7 +224,7 @@ def _media_alone(fields: dict[str, Any]) -> ConversationFields:
 
 async def _plan(
     api: ApiContext, fields: dict[str, Any], conversation: ConversationFields, context: RequestContext
-) -> tuple[list[PartIndex], Any]:
+) -> tuple[list[PartIndex], PlannedPrompt]:
     parts = media_parts(conversation.messages)
     settings = MediaSettings.from_options(api.prompt_builder.planner.options, conversation.mm_processor_kwargs)
     check_parts(api, parts, settings)
@@ -234,7 +283,7 @@ class _Answering:
             request=context.record.id,
             client=context.record.client,
             cost=chat.cost,
-            body=chat.body,
+            prepared=chat.prepared,
             remaining=lambda: context.remaining,
             hold=context.hold,
             moved=partial(self._metrics.recovered, "decode"),

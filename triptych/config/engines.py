@@ -7,7 +7,8 @@ from triptych.config.private_files import read_private
 from triptych.config.settings import Settings, setting
 from triptych.errors import ConfigError
 
-KINDS = ("vllm",)
+VLLM, CONNECTED = "vllm", "vllm-ec"
+KINDS = (VLLM, CONNECTED)
 MAX_ENGINES = 64
 _URL = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(:\d{1,5})?", re.ASCII)
 _MAX_KEY_BYTES = 4096
@@ -21,7 +22,8 @@ class EnginesConfig(Settings):
         "",
         "servers that answer in place of language instances: vllm=http://HOST:PORT, or several URLs separated by "
         "commas. Instances of this service encode media for them. They must serve the same model, and vLLM needs "
-        "--enable-mm-embeds; clients must not reach them",
+        "--enable-mm-embeds; clients must not reach them. With vllm-ec=URL, rows don't travel in requests: vLLM has "
+        "the connector triptych-vllm",
     )
     engine_key_file: str = setting(
         "",
@@ -36,6 +38,11 @@ class EnginesConfig(Settings):
         _ = self.urls
         if self.engine_key_file and not self.engine:
             raise ConfigError("--engine-key-file is for --engine")
+
+    @property
+    def kind(self) -> str:
+        """One of ``KINDS``."""
+        return self.engine.partition("=")[0]
 
     @property
     def urls(self) -> tuple[str, ...]:

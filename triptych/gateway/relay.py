@@ -3,7 +3,7 @@ server fails before the client has a part of the answer."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -42,14 +42,24 @@ class Call:
     client: str
     cost: float
     """About its tokens, by which clients are charged for their turns."""
-    body: Callable[[str], Iterator[bytes]]
-    """Returns the pieces of its body, given the model's name at a server."""
+    prepared: "Callable[[str], AbstractContextManager[Prepared]]"
+    """Prepares it for a server, given the model's name there. Inside it is at that server."""
     remaining: Callable[[], float]
     """Returns the seconds until its deadline, or raises DeadlineExceeded."""
     hold: Callable[[int], object]
     """Called with bytes of the answer that are kept, negative ones when they aren't any more; it may raise."""
     moved: Callable[[], object]
     """Called when it goes to another server."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a server gets."""
+
+    body: Iterator[bytes]
+    """In pieces."""
+    failed: "asyncio.Future[None] | None" = None
+    """Has an error once the server can't answer for want of rows."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +106,17 @@ class _Attempt:
     server: Server
     lost: "asyncio.Future[None]"
     """Done once the server is lost."""
+    prepared: Prepared
 
     async def unless_lost(self, work: Awaitable[T]) -> T:
         """Return the work's result. Raises ServerFailed if the server is lost before, and DeadlineExceeded."""
         working = asyncio.ensure_future(work)
-        first: set[asyncio.Future[Any]] = {working, self.lost}
+        failed = self.prepared.failed
+        first: set[asyncio.Future[Any]] = {working, self.lost, *([failed] if failed else [])}
         try:
             await asyncio.wait(first, timeout=self.call.remaining(), return_when=asyncio.FIRST_COMPLETED)
+            if failed is not None and failed.done():
+                _raise(failed)
             if working.done():
                 return working.result()
             if self.lost.done():
@@ -154,7 +168,8 @@ class Relay:
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed before a language server had room") from None
         try:
-            yield _Attempt(call, server, lost)
+            with call.prepared(server.card.model) as prepared:
+                yield _Attempt(call, server, lost, prepared)
         finally:
             await turn.__aexit__(None, None, None)
 
@@ -186,7 +201,7 @@ class Relay:
         """Send a request; inside, the server has begun to answer it. Leaving closes the connection unless the answer
         was read to its end, so that the server gives the request up."""
         headers = {"content-type": "application/json", "accept-encoding": "identity", "x-request-id": one.call.request}
-        content = _pieces(one.call.body(one.server.card.model))
+        content = _pieces(one.prepared.body)
         url = one.server.url + one.call.path
         async with self._servers.http.stream("POST", url, content=content, headers=headers) as response:
             if response.status_code != httpx.codes.OK:
@@ -195,6 +210,14 @@ class Relay:
                 error = read_answer(await _read(response, MAX_ERROR_BYTES, lambda _: None)).error
                 raise refusal(response.status_code, error)
             yield response
+
+
+def _raise(failed: "asyncio.Future[None]") -> None:
+    """Raise why rows are missing: ServerFailed if another attempt may get them."""
+    try:
+        failed.result()
+    except InstanceLost as error:
+        raise ServerFailed(str(error)) from None
 
 
 def _first_error(error: ServerFault) -> Exception:

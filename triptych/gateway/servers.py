@@ -12,6 +12,7 @@ import httpx
 
 from triptych.clock import Clock
 from triptych.config import EnginesConfig
+from triptych.config.engines import CONNECTED
 from triptych.errors import Unavailable
 from triptych.fair_queue import FairQueue
 from triptych.gateway.registration import Card, Refused, read_card, read_tokens
@@ -101,6 +102,10 @@ class Servers:
         can't be used."""
         self._all = [Server(f"vllm{number}", url) for number, url in enumerate(config.urls)]
         self._limit = config.engine_requests
+        self.is_connected = config.kind == CONNECTED
+        """Whether servers have a connector, which asks for rows; otherwise requests bring them."""
+        self.has_connector: Callable[[str], bool] = lambda _: False
+        """Returns whether the connector of a server, given as ``HOST:PORT``, is there."""
         self._probe = probe
         self._hold = hold
         self.tell: Callable[[str, str], None] = lambda *_: None
@@ -241,6 +246,8 @@ class Servers:
         server.silent_checks = 0
         if response.status_code != httpx.codes.OK:
             self.lose(server, f"its health check answers {response.status_code}")
+        elif self.is_connected and not self.has_connector(server.url.partition("://")[2]):
+            self.lose(server, "its connector isn't there")
         elif server.state is not ServerState.SERVING:
             await self._register(server)
 

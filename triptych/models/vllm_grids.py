@@ -9,6 +9,14 @@ FAMILIES = (*GRID_FAMILIES, "llava")
 """The same of all families that a gateway before vLLM serves."""
 
 
+def placeholder_part(file: str, grid: Sequence[int], key: str, model_type: str) -> dict[str, Any]:
+    """Return a content part for a vLLM that gets rows by a connector, under the name ``key``. Families without a grid
+    need the image itself, as a URL: ``file``."""
+    if model_type.startswith(GRID_FAMILIES):
+        return {"type": "image_embeds", "image_embeds": {"image_grid_thw": list(grid)}, "uuid": key}
+    return {"type": "image_url", "image_url": {"url": file}, "uuid": key}
+
+
 def image_part(rows: str, grid: Sequence[int], key: str, model_type: str) -> dict[str, Any]:
     """Return a content part for a vLLM that runs with ``--enable-mm-embeds``. ``rows`` are a NumPy file in base64,
     ``grid`` is an item's patches in time, rows and columns, and ``key`` names the item's content."""

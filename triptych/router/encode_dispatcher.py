@@ -284,7 +284,7 @@ class EncodeDispatcher:
         if state.phase not in WAITS_FOR_ITEMS or self._quarantine.is_suspect(state):
             return False
         computes = state.decode is not None and state.decode.instance.role.prefills
-        return computes or state.prefill is not None or state.rows is not None
+        return computes or state.prefill is not None or state.only_encodes
 
     def _least_section(self) -> float:
         """Return the cost from which it pays that another instance encodes a part of an item, or of a request's items:

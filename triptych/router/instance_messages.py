@@ -8,6 +8,7 @@ from typing import Any
 from triptych.clock import Clock
 from triptych.config import LeaseConfig
 from triptych.messages.codec import Message
+from triptych.messages.consumers import RowConsumer
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.operations import JoinedInstance, LauncherReport, LauncherStatus, LaunchState
 from triptych.messages.work import (
@@ -35,6 +36,7 @@ from triptych.router.lifecycle import RequestLifecycle
 from triptych.router.membership import Membership, has_new_role, is_before, is_same
 from triptych.router.request_state import RequestPhase
 from triptych.router.role_changes import RoleChanges
+from triptych.router.row_consumers import RowConsumers
 from triptych.topology import Stage
 from triptych.types import Address, RequestId
 
@@ -55,6 +57,7 @@ class InstanceMessages:
         lifecycle: RequestLifecycle,
         availability: Availability,
         role_changes: RoleChanges,
+        consumers: RowConsumers,
         identity: ModelIdentity,
         config: LeaseConfig,
         address: Address,
@@ -72,6 +75,7 @@ class InstanceMessages:
         self._transitions = lifecycle.transitions
         self._availability = availability
         self._role_changes = role_changes
+        self._consumers = consumers
         self._identity = identity
         self._config = config
         self._address = address
@@ -95,6 +99,7 @@ class InstanceMessages:
             LauncherReport: self._on_launcher_report,
             ChangingRole: self._role_changes.changing,
             RoleKept: self._role_changes.kept,
+            RowConsumer: self._consumers.on_beat,
         }
 
     def tick(self, now: float) -> None:
@@ -106,6 +111,8 @@ class InstanceMessages:
             log.warning("%s %s", instance.name, why)
             self._remove_instance(instance, why)
         self._reset_where_messages_were_lost(now)
+        for consumer in self._consumers.expire():
+            self._encodes.consumer_lost(consumer)
 
     def report(self) -> None:
         """Add events of what has become of the requests of instances that were lost since the last call."""
@@ -247,6 +254,8 @@ class InstanceMessages:
                 self._metrics.recovered("prefill")
         for other in self._membership:
             self._notify(other.address, PeerLost(instance.address, transfers, self._address, is_alive, suspect))
+        for consumer in self._consumers.addresses():
+            self._notify(consumer, PeerLost(instance.address, transfers, self._address, is_alive, suspect))
         self._lifecycle.rows.producer_lost(instance.address, transfers, suspect=suspect)
         if kind != "changed":  # it is back at once, which is the event
             self._events.add(kind, f"{instance.name} {why}")

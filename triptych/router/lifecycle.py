@@ -2,7 +2,7 @@
 
 import math
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -186,6 +186,36 @@ class RequestLifecycle:
         self.transitions.collect(state)
         self.pump.run()
         return state.stream, answer
+
+    def lend(
+        self,
+        record: RequestRecord,
+        prompt: PlannedPrompt,
+        consumers: Container[Address],
+        cache_salt: str = "",
+        *,
+        timeout: float = math.inf,
+        priority: int = 0,
+    ) -> tuple[TokenStream, RequestState]:
+        """Have a request's items encoded as far as an engine of another project asks for them: one of ``consumers``.
+        Return a stream, which ends with an error if they can't be, and the request. ``cancel`` ends it."""
+        choice = record.begin_choice(len(prompt.tokens), [item.number for item in prompt.items])
+        choice.counted = False  # what that engine answers is counted
+        state = self._state(
+            TokenStream(RequestId(secrets.token_hex(8)), choice),
+            record,
+            prompt,
+            sampling=SamplingParams(max_tokens=1),
+            eos_token_ids=[],
+            cache_salt=cache_salt,
+            timeout=timeout,
+            priority=priority,
+            items_cost=sum(item.plan.cost for item in prompt.items),
+        )
+        state.lent_to = consumers
+        self.requests.add(state)
+        self.transitions.lend(state)
+        return state.stream, state
 
     @property
     def media_layout(self) -> RowLayout | None:

@@ -27,7 +27,7 @@ class Quarantine:
 
     def is_on_trial(self, state: RequestState) -> bool:
         """Return whether a suspect is being tried."""
-        is_there = state.decode is not None or state.rows is not None
+        is_there = state.decode is not None or state.only_encodes
         return state.id in self._suspects and is_there and not state.has_answered
 
     def allows(self, state: RequestState, instance: Instance) -> bool:

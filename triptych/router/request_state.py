@@ -1,6 +1,7 @@
 """The router's record of one request, from admission to its end."""
 
 import enum
+from collections.abc import Container
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -108,6 +109,18 @@ class RequestState:
     """The tokens received so far."""
     rows: RowAnswer | None = None
     """Where its rows are collected, if these are its answer; None if a language instance answers it."""
+    lent_to: Container[Address] = ()
+    """Consumers of other engines that may ask for its rows; none if no such engine answers it."""
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether an engine of another project answers it."""
+        return self.lent_to != ()
+
+    @property
+    def only_encodes(self) -> bool:
+        """Whether no language instance has it: its rows go elsewhere."""
+        return self.rows is not None or self.is_lent
 
     @property
     def needs_preparation(self) -> bool:
@@ -151,6 +164,8 @@ class RequestState:
     def prefills(self, instance: Address, transfer: TransferId) -> bool:
         """Return whether an instance prefills the request: for that transfer or, if it is empty, for itself. So does
         the consumer of rows that are the answer."""
+        if self.is_lent:
+            return instance in self.lent_to and not transfer
         if self.rows is not None:
             return self.rows.consumer == instance and not transfer
         if self.prefill is not None:

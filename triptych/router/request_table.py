@@ -177,7 +177,7 @@ class RequestTable:
     def prompt_tokens_ahead(self) -> int:
         """Tokens of the prompts that a token will answer, and none has. Takes time in proportion to the number of
         requests."""
-        waiting = (one for one in self._requests.values() if one.phase in BEFORE_ANSWER and one.rows is None)
+        waiting = (one for one in self._requests.values() if one.phase in BEFORE_ANSWER and not one.only_encodes)
         return sum(len(one.prompt.tokens) for one in waiting)
 
     def num_in(self, phase: RequestPhase) -> int:

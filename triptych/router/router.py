@@ -37,6 +37,7 @@ from triptych.router.membership import Membership
 from triptych.router.operators import OperatorMessages
 from triptych.router.request_state import RequestState
 from triptych.router.role_changes import RoleChanges
+from triptych.router.row_consumers import RowConsumers
 from triptych.router.row_requests import RowRequests
 from triptych.router.stage_metrics import StageCollector
 from triptych.transfer.collector import OpenCollector
@@ -125,17 +126,29 @@ class Router:
         registry.register(RestartCollector(self.launcher_view))
         if self.servers is not None:
             self.servers.tell = self.events.add
+            is_only = len(list(self.servers)) == 1
+            self.servers.has_connector = lambda server: self.consumers.serves(server, is_only=is_only)
             registry.register(ServerCollector(self.servers))
 
     def _make_handlers(
         self, identity: ModelIdentity, lease: LeaseConfig
     ) -> tuple[dict[type[Any], Callable[[Any], None]], InstanceMessages]:
         """Return what handles each type of message, and what handles those about instances."""
+        self.consumers = RowConsumers(
+            address=self._address,
+            identity=identity,
+            expiry=lease.lease_expiry,
+            layout=lambda: self.lifecycle.media_layout,
+            notify=self._notify,
+            disconnect=self._disconnect,
+            clock=self.clock,
+        )
         instances = InstanceMessages(
             membership=self.membership,
             lifecycle=self.lifecycle,
             availability=self.availability,
             role_changes=self._role_changes,
+            consumers=self.consumers,
             identity=identity,
             config=lease,
             address=self._address,
@@ -284,7 +297,7 @@ class Router:
 
     def _cancel_at(self, address: Address, cancel: Cancel) -> None:
         """End a request at a language instance that works on it and shouldn't: its Cancel came before, or was lost."""
-        if self.membership.get(address):
+        if self.membership.get(address) or address in self.consumers:
             self._notify(address, cancel)
 
     def _on_fetch_media(self, message: FetchMedia) -> None:
@@ -341,7 +354,10 @@ class Router:
 
     def _on_failed(self, message: Failed) -> None:
         state, sender = self._requests.current(message.request), self.membership.get(message.sender)
-        if state is not None and sender is not None and state.works_on(sender):
+        if state is not None and message.sender in state.lent_to:
+            error = message.error.error(message.message, message.param)
+            self._transitions.failed(state, error, message.culprit, "a connector")
+        elif state is not None and sender is not None and state.works_on(sender):
             error = message.error.error(message.message, message.param)
             self._transitions.failed_at(sender, state, error, message.culprit)
 

@@ -104,9 +104,14 @@ class Transitions:
         state.generate = msgspec.structs.replace(state.generate, items=self._encodes.divide(state))
         self._rows.begin(state)
 
+    def lend(self, state: RequestState) -> None:
+        """Decide how a request's items are divided, for which an engine of another project will ask."""
+        state.generate = msgspec.structs.replace(state.generate, items=self._encodes.divide(state))
+        self.update_phase(state)
+
     def update_phase(self, state: RequestState) -> None:
         """Set a dispatched request's phase; call whenever its items or tokens have changed."""
-        if state.rows is not None or self._encodes.is_pending(state.id):
+        if state.only_encodes or self._encodes.is_pending(state.id):
             phase = RequestPhase.ENCODING
         elif state.stream.record.first_token:
             phase = RequestPhase.DECODING
@@ -157,6 +162,9 @@ class Transitions:
         """Continue a dispatched request on another language instance from the tokens received so far, once one has
         room. Sampling is deterministic, so the same tokens follow. One that rows answer asks for all of them again."""
         self.num_freed += 1
+        if state.is_lent:
+            self.fail(state, InstanceLost(LOST))  # its engine is to be asked again
+            return
         if state.rows is not None:
             self._encodes.release(state)
             self.collect(state)
