@@ -113,7 +113,7 @@ class ProfileBench:
             seconds=time.monotonic() - self._began,
             machine=Machine(**before),
             model=self._model(alone.facts),
-            settings=self._settings(),
+            settings=self._settings(alone.facts),
             items=items,
             preprocess=alone.preprocess,
             encode=tuple(AtThreads(one.threads, one.encode) for one in parts if one.encode is not None),
@@ -295,9 +295,12 @@ class ProfileBench:
             weight_bytes=dict(bundle.adapter.weight_bytes_by_stage(bundle.checkpoint.tensors)),
         )
 
-    def _settings(self) -> dict[str, str | int | float | bool]:
+    def _settings(self, facts: Facts) -> dict[str, str | int | float | bool]:
         groups = self.config.engine, self.config.encode
-        return {name: getattr(group, name) for name in SETTINGS for group in groups if hasattr(group, name)}
+        found = {name: getattr(group, name) for name in SETTINGS for group in groups if hasattr(group, name)}
+        # no more than all requests can hold: a simulation keeps a record of each page
+        most = self.config.engine.max_num_seqs * facts.context_length
+        return found | {"kv_cache_tokens": min(facts.cache_tokens, most)}
 
     def _next(self, what: str) -> None:
         self.show(f"{time.monotonic() - self._began:4.0f} s  {what}")

@@ -92,6 +92,7 @@ class Stages:
 
     def facts(self) -> Facts:
         model, core = self._model, self._core
+        pools = core.scheduler.cache.pools[: len(core.scheduler.cache.windows)]
         return Facts(
             context_length=core.context_length,
             vocab_size=core.vocab_size,
@@ -101,6 +102,7 @@ class Stages:
             kv_row_bytes=model.kv_layout.row_bytes,
             embedding_row_bytes=model.row_layout.row_bytes,
             max_tokens=core.scheduler.max_num_batched_tokens,
+            cache_tokens=model.page_size * min(pool.num_pages for pool in pools),
         )
 
     # ── pieces of work ───────────────────────────────────────────────────────────────────────────────────────

@@ -129,6 +129,8 @@ class Facts:
     embedding_row_bytes: int
     max_tokens: int
     """Tokens of the largest step."""
+    cache_tokens: int
+    """Tokens that the KV cache holds, in the layers that hold the fewest."""
 
 
 @dataclass(frozen=True)
