@@ -20,6 +20,7 @@ from triptych.config import (
     ServeConfig,
     TransferConfig,
 )
+from triptych.config.pool import PoolAddress
 from triptych.errors import ConfigError
 from triptych.topology import Role, Topology
 
@@ -33,7 +34,11 @@ CONFIG = ServeConfig(
         kv_cache_memory=MemorySize.parse("30%"),
         enable_prefix_caching=False,
     ),
-    encode=EncodeConfig(decode_timeout=1.5, encode_cache_disk=CacheFolder.parse("/var/rows,1GiB")),
+    encode=EncodeConfig(
+        decode_timeout=1.5,
+        encode_cache_disk=CacheFolder.parse("/var/rows,1GiB"),
+        embedding_store=PoolAddress.parse("mooncake://[::1]:50051,1GiB"),
+    ),
     transfer=TransferConfig(inject_faults="drop=0.5"),
     cluster=ClusterConfig(cluster_host="fd00::1", cluster_secret_file="/run/secrets/cluster"),
     frontend=FrontendConfig.of(api_key=("hidden",)),
