@@ -161,6 +161,21 @@ def test_a_lost_producer_is_replaced(consumer: ConsumerThread, gateway: RowGatew
     assert gateway.asked["a"] == 2
 
 
+def test_what_is_asked_for_again_has_a_larger_number(consumer: ConsumerThread, gateway: RowGateway) -> None:
+    """Routers ignore a smaller one as a message that was overtaken."""
+    numbers: list[int] = []
+
+    def note(gateway: RowGateway, needed: EncodeNeeded, transfer: TransferId, key: str) -> bool:
+        numbers.append(needed.asked)
+        return True
+
+    gateway.rule = note
+    for _ in range(3):
+        fetched(consumer, gateway, "a")
+    assert numbers == sorted(set(numbers))
+    assert len(numbers) == 3
+
+
 def test_a_need_can_be_closed_at_any_time(consumer: ConsumerThread, gateway: RowGateway) -> None:
     gateway.rule = lambda gateway, needed, transfer, key: key != "a"
     made = need(gateway, "a")

@@ -1,7 +1,8 @@
 """How long an engine rests between steps while all its requests wait for rows.
 
 vLLM's engine steps without a pause then, which takes a core. The rest begins short and doubles: an engine with batches
-in flight may have an empty step between two full ones. Rows that arrive end it, but a new request waits for its end.
+in flight may have an empty step between two full ones. Rows that arrive end it, and the next ones are short again. So
+does a frontend that is about to send a request; another request waits for the end of a rest.
 """
 
 import threading
@@ -26,4 +27,6 @@ class Pace:
             return
         if self._news.wait(min(self._next, self._longest)):
             self._news.clear()
-        self._next = min(2 * self._next, self._longest)
+            self._next = SHORTEST
+        else:
+            self._next = min(2 * self._next, self._longest)

@@ -1,6 +1,7 @@
 """The thread of an engine's process that speaks Triptych's protocols: it registers with frontends, asks them for items,
 and collects the rows that encode instances send."""
 
+import itertools
 import logging
 import threading
 from collections import deque
@@ -69,7 +70,6 @@ class _Asking:
     rows: "np.ndarray[Any, np.dtype[np.uint8]]"
     sections: dict[TransferId, int] = field(default_factory=dict)
     """Open transfers, each with the number of its section."""
-    num_asked: int = 0
 
 
 class ConsumerThread:
@@ -80,7 +80,7 @@ class ConsumerThread:
     ) -> None:
         """``joins`` are the ``HOST:PORT`` of frontends. The thread owns the channel from now on."""
         self.news = threading.Event()
-        """Set whenever a need has got its rows, or an error."""
+        """Set whenever a need has got its rows, or an error, or the engine is about to get a request."""
         self._joins = tuple(joins)
         self._engine = rows
         self._channel = channel
@@ -93,6 +93,7 @@ class ConsumerThread:
         self._frontends: dict[Address, _Frontend] = {}
         self._asking: dict[Need, _Asking] = {}
         self._of: dict[TransferId, _Asking] = {}
+        self._numbers = itertools.count(1)
         self._beat = self._tick = float("-inf")
         self._refusals: dict[str, str] = {}
         """What each frontend last refused this engine for, by its ``HOST:PORT``."""
@@ -180,6 +181,7 @@ class ConsumerThread:
             return
         if message.frontend not in self._frontends:
             log.info("%s has accepted this engine", message.join)
+        self.news.set()  # the frontend may be about to send the engine a request
         self._refusals.pop(message.join, None)
         self._frontends[message.frontend] = _Frontend(message, self._clock.monotonic())
 
@@ -279,8 +281,9 @@ class ConsumerThread:
             MissingItem(need.item.index, one.transfer, one.first_row, one.attempt, asking.sections[one.transfer])
             for one in needs
         ]
-        asking.num_asked += 1
-        self._send(need.frontend, EncodeNeeded(need.request, self._channel.address, items, asked=asking.num_asked))
+        # of two messages that ask for an item, the frontend ignores the one with the smaller number
+        asked = next(self._numbers)
+        self._send(need.frontend, EncodeNeeded(need.request, self._channel.address, items, asked=asked))
 
     def _advance(self) -> None:
         if self._collector is None:

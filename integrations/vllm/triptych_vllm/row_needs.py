@@ -6,7 +6,7 @@ there, the item is asked for again in the name of another: a frontend gives up w
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -89,6 +89,11 @@ class RowNeeds:
         self._num_cached = 0
         self.num_asked = 0
         """Items asked for so far."""
+
+    @property
+    def users(self) -> Collection[str]:
+        """Live view of the requests that have asked, and aren't known to have ended."""
+        return self._users.keys()
 
     @property
     def num_held(self) -> int:

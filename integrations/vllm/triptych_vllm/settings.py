@@ -29,7 +29,7 @@ class ConnectorSettings:
     """Size of the rows that requests may have asked for at a time. Others wait."""
     cache_mb: int = 512
     """Size of the rows that are kept once no request needs them."""
-    idle_wait: float = 0.025
+    idle_wait: float = 0.1
     """Longest time, in seconds, between two steps of an engine whose requests all wait for rows."""
 
     @classmethod
