@@ -2,6 +2,7 @@
 of another model or of none are refused by one line."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.support.mmproj_files import F32, SOURCES, write_both, write_mmproj
 from tests.support.tiny import make_tiny
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.checkpoint.gguf import folder
+from triptych.checkpoint.gguf.file import read_gguf
 from triptych.checkpoint.gguf.folder import gguf_folder
 from triptych.checkpoint.identity import model_identity
 from triptych.checkpoint.reader import Checkpoint
@@ -123,6 +125,26 @@ def test_towers_of_another_model(gemma: tuple[Path, Path, Path], tmp_path: Path)
     write_gguf(narrower, tmp_path / "narrower.gguf", "gemma3", F32)
     with pytest.raises(CheckpointError, match="has no token '<image_soft_token>'"):
         gguf_folder(tmp_path / "narrower.gguf", mmproj)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_damaged_files_of_towers_are_refused_or_read(tmp_path: Path, family: str) -> None:
+    """A few bytes changed anywhere before the values, or the end cut off."""
+    _, text, mmproj = write_both(family, tmp_path)
+    data, source = mmproj.read_bytes(), random.Random(11)
+    begin = min(one.offset for one in read_gguf(mmproj).tensors.values())
+    refused = 0
+    for number in range(40):
+        damaged = bytearray(data[: source.randrange(len(data))] if number % 5 == 0 else data)
+        for _ in range(source.randint(1, 3)):
+            damaged[source.randrange(min(begin, len(damaged)))] = source.randrange(256)
+        mmproj.write_bytes(damaged)
+        try:
+            made = gguf_folder(text, mmproj)
+            load_adapter(made).load_encoder(Checkpoint(made), FP32, CPU)
+        except CheckpointError as error:
+            refused += "\n" not in str(error)
+    assert refused > 15
 
 
 def test_a_file_of_towers_needs_a_gguf_file(gemma: tuple[Path, Path, Path], tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from triptych.checkpoint.config_files import PREPROCESSOR_CONFIG
 from triptych.checkpoint.gguf.architectures import Config
 from triptych.checkpoint.gguf.towers import ModelFiles, Projector
 
+MAX_LAYERS = 1024
+"""More than any tower has, whatever a file says."""
 VIDEO_CONFIG = "video_preprocessor_config.json"
 TOWER, PROJECTOR, VISUAL = "model.vision_tower", "model.multi_modal_projector", "model.visual"
 CLIP_LAYER = {
@@ -172,13 +174,13 @@ def _qwen2_vl(model: ModelFiles) -> Config:
 
 def _qwen2_5_vl(model: ModelFiles) -> Config:
     vision, grid = model.vision, _grid(model)
-    whole = max(1, vision.number("n_wa_pattern"))
+    whole, depth = max(1, vision.number("n_wa_pattern")), min(grid["depth"], MAX_LAYERS)
     sizes = {
         "hidden_size": vision.number("embedding_length"),
         "intermediate_size": vision.number("feed_forward_length"),
         "out_hidden_size": model.text_config["hidden_size"],
         "window_size": vision.number("window_size", 112),
-        "fullatt_block_indexes": list(range(whole - 1, grid["depth"], whole)),
+        "fullatt_block_indexes": list(range(int(whole) - 1, int(depth), int(whole))),
         "tokens_per_second": 2,
     }
     return {
