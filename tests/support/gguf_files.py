@@ -41,6 +41,8 @@ EXPERTS = {
 }
 GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 16, "hidden_activation": "gelu_pytorch_tanh"}
 SOFTCAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 32.0}
+COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_SIZES = ("moe_intermediate_size", "intermediate_size")
 YARN = {
     "rope.scaling.factor": "factor",
     "rope.scaling.yarn_beta_fast": "beta_fast",
@@ -94,6 +96,29 @@ SOURCES: dict[str, Tiny] = {
         interleave_moe_layer_step=2,
         num_hidden_layers=4,
     ),
+    "deepseek2": _tiny(
+        "DeepseekV3",
+        "deepseek_v3",
+        head_dim=16,
+        num_key_value_heads=6,
+        q_lora_rank=64,
+        kv_lora_rank=32,
+        qk_nope_head_dim=24,
+        qk_rope_head_dim=16,
+        v_head_dim=20,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        moe_intermediate_size=64,
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.5,
+        num_nextn_predict_layers=0,
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+        | {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
     "gemma2": _tiny("Gemma2", "gemma2", tie_word_embeddings=True, **GEMMA, **SOFTCAPS),
     "gemma3": _tiny(
         "Gemma3", "gemma3_text", tie_word_embeddings=True, sliding_window_pattern=6, rope_local_base_freq=1e4, **GEMMA
@@ -124,7 +149,10 @@ def write_gguf(source: Path, path: Path, architecture: str, kind: GGMLQuantizati
             heads = config["num_attention_heads" if part.startswith("attn_q") else "num_key_value_heads"]
             stored = stored.reshape(heads, 2, -1, *stored.shape[1:]).swapaxes(1, 2).reshape(stored.shape)
         raw = kind if is_quantized else GGMLQuantizationType.F32
-        if expert is None:
+        if part == "attn_kv_b.weight":
+            for half, values in latents(stored, config).items():
+                writer.add_tensor(name.replace("kv_b", half), values, raw_dtype=raw)
+        elif expert is None:
             stored = stored[0] if part == "ffn_gate_inp_shexp.weight" and not is_quantized else stored
             writer.add_tensor(name, np.ascontiguousarray(stored), raw_dtype=raw)
         else:
@@ -144,6 +172,13 @@ def write_gguf(source: Path, path: Path, architecture: str, kind: GGMLQuantizati
     if kind != GGMLQuantizationType.F32:
         save_file(dense, copy / "model.safetensors")
     return copy
+
+
+def latents(weight: NDArray[Any], config: dict[str, Any]) -> dict[str, NDArray[Any]]:
+    """The keys' matrices, transposed, and the values' of a projection of both, by head."""
+    heads = weight.reshape(config["num_attention_heads"], -1, weight.shape[1])
+    keys, values = np.split(heads, [config["qk_nope_head_dim"]], 1)
+    return {"k_b": np.ascontiguousarray(keys.swapaxes(1, 2)), "v_b": np.ascontiguousarray(values)}
 
 
 def _separated(weights: dict[str, NDArray[Any]], architecture: str) -> dict[str, NDArray[Any]]:
@@ -192,10 +227,18 @@ def _write_settings(writer: GGUFWriter, architecture: str, config: dict[str, Any
         "attention.head_count": "num_attention_heads",
         "attention.head_count_kv": "num_key_value_heads",
         "attention.key_length": "head_dim",
-        "expert_count": "num_experts" if "num_experts" in config else "num_local_experts",
+        "expert_count": next((one for one in COUNTS_OF_EXPERTS if one in config), "num_experts"),
         "expert_used_count": "num_experts_per_tok",
-        "expert_feed_forward_length": "moe_intermediate_size" if "num_experts" in config else "intermediate_size",
+        "expert_feed_forward_length": next(one for one in EXPERT_SIZES if one in config),
         "interleave_moe_layer_step": "interleave_moe_layer_step",
+        "attention.q_lora_rank": "q_lora_rank",
+        "attention.kv_lora_rank": "kv_lora_rank",
+        "attention.value_length_mla": "v_head_dim",
+        "rope.dimension_count": "qk_rope_head_dim",
+        "expert_shared_count": "n_shared_experts",
+        "leading_dense_block_count": "first_k_dense_replace",
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
         "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     }
     if architecture in ("phi3", "gpt-oss") or "sliding_window_pattern" in config or "attn_logit_softcapping" in config:
@@ -203,9 +246,15 @@ def _write_settings(writer: GGUFWriter, architecture: str, config: dict[str, Any
     floats = {
         "attention.layer_norm_rms_epsilon": "rms_norm_eps",
         "rope.freq_base": "rope_theta",
+        "expert_weights_scale": "routed_scaling_factor",
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
     }
+    if "v_head_dim" in config:
+        length = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+        writer.add_uint32(f"{architecture}.attention.key_length_mla", length)
+        writer.add_uint32(f"{architecture}.expert_gating_func", 2)
+        writer.add_bool(f"{architecture}.expert_weights_norm", config["norm_topk_prob"])
     if share := config.get("partial_rotary_factor"):
         writer.add_uint32(f"{architecture}.rope.dimension_count", int(share * config["head_dim"]))
     for name, ours in counts.items():
@@ -228,7 +277,8 @@ def _write_rope(writer: GGUFWriter, architecture: str, config: dict[str, Any]) -
         writer.add_uint32(f"{architecture}.rope.scaling.original_context_length", length)
         for name, ours in YARN.items():
             if ours in scaling:
-                writer.add_float32(f"{architecture}.{name}", scaling[ours])
+                tenth = 0.1 if architecture == "deepseek2" and ours == "mscale_all_dim" else 1.0
+                writer.add_float32(f"{architecture}.{name}", tenth * scaling[ours])
     elif scaling.get("type") == "longrope":
         length = config["original_max_position_embeddings"]
         writer.add_uint32(f"{architecture}.rope.scaling.original_context_length", length)

@@ -51,6 +51,21 @@ EXPERTS = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 """``{}`` is an expert's number."""
+DEEPSEEK2 = {
+    **ATTENTION,
+    **MLP,
+    **NORMS,
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    **dict.fromkeys(("attn_kv_b", "attn_k_b", "attn_v_b"), "self_attn.kv_b_proj"),
+    "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    **{f"ffn_{one}_exps": f"mlp.experts.{{}}.{one}_proj" for one in ("gate", "up", "down")},
+    **{f"ffn_{one}_shexp": f"mlp.shared_experts.{one}_proj" for one in ("gate", "up", "down")},
+}
 GPT_OSS = {
     **ATTENTION,
     "attn_sinks.weight": "self_attn.sinks",
@@ -73,6 +88,9 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 UNPLACED = (FACTORS, LONG_FACTORS, SHORT_FACTORS)
 """Tensors that become settings."""
 MAX_VALUES = 2**16
+SOFTMAX, SIGMOID = 1, 2
+"""How experts are scored."""
+DEEPSEEK_V3_EXPERTS = 256
 LLAMA4_SCOUT = 16
 """Experts of the smaller model."""
 WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -156,6 +174,8 @@ class Architecture:
     """Whether rows of queries and keys are in the order of pairs, and transformers' in the order of halves."""
     norm_offset: int = 0
     """What the file's norms have been added to."""
+    transposed: tuple[str, ...] = ()
+    """Parts of layers' names whose matrices are transposed. Tensors of one name are joined head by head."""
 
 
 def config_of(file: GgufFile) -> tuple[Architecture, Config]:
@@ -307,6 +327,43 @@ def _gpt_oss(settings: ModelSettings) -> Config:
     }
 
 
+def _deepseek2(settings: ModelSettings) -> Config:
+    """Scores are sigmoids in V3 and later."""
+    is_mla = settings.has("attention.key_length_mla")
+    key, value = (settings.number(f"attention.{one}_length{'_mla' if is_mla else ''}") for one in ("key", "value"))
+    rotated, experts = settings.number("rope.dimension_count"), settings.number("expert_count", 0)
+    is_sigmoid = settings.number("expert_gating_func", SOFTMAX) == SIGMOID
+    groups = settings.number("expert_group_count", 8 if is_sigmoid and experts == DEEPSEEK_V3_EXPERTS else 1)
+    kept = settings.number("expert_group_used_count", 4 if groups > 1 else 1)
+    config = {
+        "model_type": "deepseek_v3" if is_sigmoid else "deepseek_v2",
+        "num_key_value_heads": settings.number("attention.head_count"),
+        "q_lora_rank": settings.number("attention.q_lora_rank") if settings.has("attention.q_lora_rank") else None,
+        "kv_lora_rank": settings.number("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": key - rotated,
+        "v_head_dim": value,
+        "head_dim": rotated,
+        "n_routed_experts": experts,
+        "num_experts_per_tok": settings.number("expert_used_count"),
+        "n_shared_experts": settings.number("expert_shared_count"),
+        "moe_intermediate_size": settings.number("expert_feed_forward_length"),
+        "first_k_dense_replace": settings.number("leading_dense_block_count", 0),
+        "routed_scaling_factor": settings.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": settings.holds("expert_weights_norm"),
+        "n_group": groups,
+        "topk_group": kept,
+        "attention_bias": "blk.0.attn_kv_a_mqa.bias" in settings.file.tensors,
+        "topk_method": "noaux_tc" if is_sigmoid else "group_limited_greedy" if groups > 1 else "greedy",
+        "scoring_func": "sigmoid" if is_sigmoid else "softmax",
+    }
+    if settings.text("rope.scaling.type") == "yarn":
+        # a tenth of it, for no reason (llama.cpp's pull request 17945)
+        magnitude = round(10 * settings.number("rope.scaling.yarn_log_multiplier", 0.0), 6)
+        config["rope_scaling"] = _yarn(settings) | {"mscale": magnitude, "mscale_all_dim": magnitude}
+    return config
+
+
 def _llama4(settings: ModelSettings) -> Config:
     """Files don't say what all released models have alike, nor that queries and keys of those with 16 experts alone are
     normalised."""
@@ -333,6 +390,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3vlmoe": Architecture("qwen3_moe", ATTENTION | EXPERTS | NORMS, _qwen3_moe),
     "phi3": Architecture("phi3", ATTENTION | FUSED_MLP | NORMS, _phi3),
     "glm4": Architecture("glm4", ATTENTION | FUSED_MLP | GLM_NORMS, _partial),
+    "deepseek2": Architecture("deepseek_v2", DEEPSEEK2, _deepseek2, transposed=("attn_k_b",)),
     "gpt-oss": Architecture("gpt_oss", GPT_OSS, _gpt_oss),
     "llama4": Architecture("llama4_text", LLAMA4, _llama4),
     "gemma2": Architecture("gemma2", ATTENTION | MLP | GEMMA_NORMS, _gemma2, norm_offset=1),

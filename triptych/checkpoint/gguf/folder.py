@@ -11,22 +11,24 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 
 from triptych.checkpoint.config_files import GENERATION_CONFIG
 from triptych.checkpoint.gguf.architectures import UNPLACED, WHOLE, Architecture, Config, ModelSettings, config_of
 from triptych.checkpoint.gguf.file import GgufFile, GgufTensor, is_served, read_gguf
-from triptych.checkpoint.gguf.index import INDEX, SUFFIX, WITHOUT_TOWERS, Entry, written
+from triptych.checkpoint.gguf.index import INDEX, SUFFIX, WITHOUT_TOWERS, Entry, joined, written
 from triptych.checkpoint.gguf.projectors import PROJECTORS
 from triptych.checkpoint.gguf.tokenizer import CONTROL, tokenizer_json
 from triptych.checkpoint.gguf.towers import tower_of
 from triptych.errors import CheckpointError
 from triptych.user_cache import user_cache
 
-LAYOUT = "3"
+LAYOUT = "4"
 """Changes when folders are made otherwise."""
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>")
@@ -99,7 +101,7 @@ def _make(folder: Path, files: Sequence[GgufFile], towers: Sequence[GgufFile]) -
 
 
 def _entries(files: Sequence[GgufFile], architecture: Architecture, config: Config) -> dict[str, Entry]:
-    entries: dict[str, Entry] = {}
+    parts: dict[str, list[Entry]] = {}
     served = {one.kind: is_served(one.kind) for file in files for one in file.tensors.values()}
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for number, file in enumerate(files):
@@ -116,8 +118,18 @@ def _entries(files: Sequence[GgufFile], architecture: Architecture, config: Conf
             shift = -architecture.norm_offset if part.endswith("norm") and kind == "weight" else 0
             for key, offset, shape in _places(file, tensor, architecture):
                 where = (f"{number}{SUFFIX}", tensor.kind.name, list(shape), offset, tensor.row_bytes)
-                entries[key] = Entry(*where, rotated, shift)
-    return entries
+                entry = Entry(*where, rotated, shift, transposed=part in architecture.transposed)
+                parts.setdefault(key, []).append(entry)
+    try:
+        return {key: some[0] if len(some) == 1 else _by_head(some) for key, some in parts.items()}
+    except ValueError as error:
+        raise CheckpointError(f"{files[0].path}: {error}") from error
+
+
+def _by_head(parts: list[Entry]) -> Entry:
+    """Return a matrix whose rows are those of the parts, for one head after another."""
+    found = joined(sorted(parts, key=lambda one: not one.transposed), 1)
+    return msgspec.structs.replace(found, shape=[prod(found.shape[:-1]), found.shape[-1]])
 
 
 def _places(file: GgufFile, tensor: GgufTensor, architecture: Architecture) -> Iterator[tuple[str, int, Sequence[int]]]:

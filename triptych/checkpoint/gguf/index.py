@@ -33,7 +33,9 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     parts: list["Entry"] = []
     """Where the tensor's parts are, if files have it in several; what is above then says its shape alone."""
     axis: int = 0
-    """Dimension along which the parts are joined."""
+    """Dimension along which the parts are joined; the result may have other dimensions of as many values."""
+    transposed: bool = False
+    """Whether the last two dimensions of ``shape``, which is the file's, change places: of parts alone."""
 
     @property
     def num_bytes(self) -> int:
@@ -49,12 +51,16 @@ def joined(parts: Sequence[Entry], axis: int) -> Entry:
     """Return the entry of a tensor of several parts, or the only one. Raises ValueError for shapes that don't fit."""
     if len(parts) == 1:
         return parts[0]
-    first = parts[0]
-    shapes = [one.shape[:axis] + one.shape[axis + 1 :] for one in parts]
-    if any(len(one.shape) <= axis for one in parts) or any(shape != shapes[0] for shape in shapes):
-        raise ValueError(f"parts of shapes {[one.shape for one in parts]} can't be joined")
-    shape = [*first.shape[:axis], sum(one.shape[axis] for one in parts), *first.shape[axis + 1 :]]
+    first, shapes = parts[0], [_shape(one) for one in parts]
+    rests = [shape[:axis] + shape[axis + 1 :] for shape in shapes]
+    if any(len(shape) <= axis for shape in shapes) or any(rest != rests[0] for rest in rests):
+        raise ValueError(f"parts of shapes {shapes} can't be joined")
+    shape = [*rests[0][:axis], sum(one[axis] for one in shapes), *rests[0][axis:]]
     return Entry(first.file, first.kind, shape, 0, 0, parts=list(parts), axis=axis)
+
+
+def _shape(part: Entry) -> list[int]:
+    return [*part.shape[:-2], *part.shape[:-3:-1]] if part.transposed else part.shape
 
 
 def written(entries: dict[str, Entry]) -> bytes:
@@ -86,7 +92,7 @@ def read_index(folder: Path) -> dict[str, Entry]:
 
 def _fits(one: Entry) -> bool:
     try:
-        return one.axis >= 0 and joined(one.parts, one.axis).shape == one.shape
+        return min(one.axis, *one.shape) >= 0 and prod(joined(one.parts, one.axis).shape) == prod(one.shape)
     except ValueError:
         return False
 

@@ -21,7 +21,7 @@ def read_tensor(path: Path, entry: Entry) -> Tensor:
     if entry.parts:
         parts = [read_tensor(path.with_name(one.file), one) for one in entry.parts]
         same = {part.dtype for part in parts}
-        return torch.cat(parts if len(same) == 1 else [part.float() for part in parts], entry.axis)
+        return torch.cat(parts if len(same) == 1 else [part.float() for part in parts], entry.axis).view(entry.shape)
     raw = torch.from_file(str(path), False, path.stat().st_size, dtype=torch.uint8)
     rows = raw[entry.offset : entry.offset + entry.num_bytes].view(-1, entry.row_bytes)
     if entry.rotated:
@@ -31,6 +31,7 @@ def read_tensor(path: Path, entry: Entry) -> Tensor:
         found = aligned.view(kind).view(entry.shape)
     else:
         found = _dequantized(rows, entry).view(entry.shape)
+    found = found.transpose(-1, -2) if entry.transposed else found
     return found + entry.shift if entry.shift else found
 
 
