@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from triptych.messages.tickets import unseal
 from triptych.messages.work import EncodeNeeded
 from triptych.types import TransferId
 
+SECRET = b"0123456789abcdef0123456789abcdef"
 WIDTH = 16
 LAYOUT = RowLayout("m", "float32", WIDTH, 4 * WIDTH)
 IDENTITY = ModelIdentity("weights", "config", "adapter")
@@ -46,8 +48,11 @@ class Stopping:
         self.consumer, self.close = consumer, consumer.stop
 
 
-def started(gateway: RowGateway, *, identity: ModelIdentity = IDENTITY, width: int = WIDTH) -> ConsumerThread:
-    settings = ConnectorSettings(frontends=(gateway.join,), pool_mb=1)
+def started(
+    *gateways: RowGateway, identity: ModelIdentity = IDENTITY, width: int = WIDTH, secret_file: str = ""
+) -> ConsumerThread:
+    joins = tuple(one.join for one in gateways)
+    settings = ConnectorSettings(frontends=joins, pool_mb=1, secret_file=secret_file)
     return start_consumer(
         settings, engine="test 1", identify=lambda: identity, width=width, dtype="float32", item_bytes=4
     )
@@ -79,6 +84,22 @@ def test_rows_arrive(consumer: ConsumerThread, gateway: RowGateway, key: str) ->
     (registered,) = gateway.consumers.values()
     assert (registered.engine, registered.width, registered.model) == ("test 1", WIDTH, IDENTITY)
     wait_for(lambda: gateway.sender.idle)
+
+
+def test_peers_have_the_same_secret_or_no_part_in_it(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    secret.write_bytes(SECRET)
+    ours, theirs, open_one = (RowGateway(ROWS, LAYOUT, IDENTITY, one) for one in (SECRET, SECRET[::-1], None))
+    try:
+        with closing(Stopping(started(ours, theirs, open_one, secret_file=str(secret)))) as stopping:
+            assert fetched(stopping.consumer, ours, "a").rows is not None
+            wait_for(lambda: ours.beats > 1)
+            assert not theirs.consumers
+            assert not open_one.consumers
+    finally:
+        for one in (ours, theirs, open_one):
+            one.stop()
 
 
 def test_what_is_asked_for_before_a_frontend_is_known_waits(gateway: RowGateway) -> None:

@@ -6,18 +6,20 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
-from tests.support.ec_vllm import MODEL, VARIABLE, VllmServer, vllm_server
+from tests.support.ec_vllm import MODEL, VARIABLE, VllmServer, free_port, vllm_server
 from tests.support.image_cases import picture, png
 from tests.support.row_gateway import RowGateway, Rule
-from tests.support.serving import wait_for
+from tests.support.serving import CHAT, Served, served, wait_for
 from tests.support.towers import Tower
 from tests.support.vllm_checkpoints import SHAPES
 from triptych.messages.rows import RowLayout
@@ -31,7 +33,6 @@ pytestmark = [
     pytest.mark.skipif(not ENVIRONMENT, reason=f"{VARIABLE} names no environment with vLLM (scripts/test-vllm)"),
 ]
 
-SECRET = b"0123456789abcdef0123456789abcdef"
 FILES = {str(number): png(picture(160 + 40 * number, 200 - 20 * number, number)) for number in range(6)}
 PROMPTS: list[Sequence[str]] = [
     ["What is this?", "0"],
@@ -53,6 +54,9 @@ class Setup:
 
     server: VllmServer
     gateway: RowGateway
+    """Sends rows as tests say."""
+    service: Served
+    """A real one before the server, with real encode instances."""
     tower: Tower
     alone: list[list[int]]
     takes_grid: bool
@@ -112,17 +116,17 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         ]
     tower = Tower(folder)
     rows = {key: tower.rows(file) for key, file in FILES.items()}
-    secret = logs / "secret"
-    secret.touch(mode=0o600)
-    secret.write_bytes(SECRET)
-    gateway = RowGateway(rows, tower.layout, tower.identity, SECRET)
+    gateway, port = RowGateway(rows, tower.layout, tower.identity), free_port()
     takes_grid = shape != "llava"
     flags = ["--language-model-only"] if takes_grid else []
-    connector = {"frontends": [gateway.join], "secret_file": str(secret), "pool_mb": 1}
     try:
-        with vllm_server(environment, folder, logs / "connector.log", *flags, connector=connector) as server:
-            wait_for(lambda: gateway.consumers)
-            yield Setup(server, gateway, tower, alone, takes_grid)
+        with served(folder, "2E", servers=f"vllm-ec=http://127.0.0.1:{port}", restart_hold=60.0) as service:
+            router = service.running.frontend.router
+            connector = {"frontends": [gateway.join, router.control], "pool_mb": 1}
+            log = logs / "connector.log"
+            with vllm_server(environment, folder, log, *flags, port=port, connector=connector) as server:
+                wait_for(lambda: gateway.consumers and router.availability.can_serve)
+                yield Setup(server, gateway, service, tower, alone, takes_grid)
     finally:
         gateway.stop()
 
@@ -294,3 +298,58 @@ def test_a_lost_encode_instance_is_replaced(setup: Setup) -> None:
     setup.gateway.rule = lose
     assert setup.server.post(setup.fresh("4", f"lost {time.time()}"))[0] == 200
     assert setup.gateway.asked["4"] == 2
+
+
+# ── through a real gateway ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def to_gateway(setup: Setup, prompt: Sequence[str], **more: Any) -> dict[str, Any]:
+    content = [pixels(one) if one in FILES else text(one) for one in prompt]
+    return chat(content, **more) | {"model": setup.service.model}
+
+
+def through(setup: Setup, prompt: Sequence[str], **more: Any) -> tuple[int, Any]:
+    with setup.service.client() as client:
+        response = client.post(CHAT, json=to_gateway(setup, prompt, **more), timeout=300)
+    return response.status_code, response.json()
+
+
+def test_a_gateway_answers_as_vllm_alone(setup: Setup) -> None:
+    for prompt, expected in zip(PROMPTS, setup.alone, strict=True):
+        assert tokens(through(setup, prompt)) == expected, prompt
+    assert not setup.gateway.asked
+    wait_for(setup.service.is_idle)
+
+
+def test_a_gateway_with_many_clients(setup: Setup) -> None:
+    """A salt of each one's own, so that nothing is cached."""
+
+    def ask(number: int) -> list[int]:
+        return tokens(through(setup, PROMPTS[number % len(PROMPTS)], cache_salt=f"many {number}"))
+
+    with ThreadPoolExecutor(14) as threads:
+        found = list(threads.map(ask, range(28)))
+    assert found == [setup.alone[number % len(PROMPTS)] for number in range(28)]
+    wait_for(setup.service.is_idle)
+
+
+def test_clients_of_a_gateway_that_hang_up_leave_nothing(setup: Setup) -> None:
+    setup.service.encoder.close()
+
+    def ask(number: int) -> None:
+        with setup.service.client() as client, pytest.raises(httpx.ReadTimeout):
+            body = to_gateway(setup, PROMPTS[4], cache_salt=f"hangs up {number}")
+            client.post(CHAT, json=body, timeout=3 + 0.1 * number)
+
+    with ThreadPoolExecutor(10) as threads:
+        list(threads.map(ask, range(10)))
+    setup.service.settle(30.0)
+    assert tokens(through(setup, PROMPTS[4])) == setup.alone[4]
+
+
+def test_files_that_cant_be_decoded_are_the_clients_fault(setup: Setup) -> None:
+    url = "data:image/png;base64," + base64.b64encode(FILES["0"][:-40]).decode()
+    body = chat([{"type": "image_url", "image_url": {"url": url}}]) | {"model": setup.service.model}
+    with setup.service.client() as client:
+        response = client.post(CHAT, json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages[0].content[0].image_url.url")

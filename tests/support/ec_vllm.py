@@ -60,15 +60,24 @@ class VllmServer:
         return next(child for child in children if "EngineCore" in " ".join(child.cmdline()))
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 @contextmanager
 def vllm_server(
-    environment: Path, checkpoint: Path, log: Path, *flags: str, connector: Mapping[str, Any] | None = None
+    environment: Path,
+    checkpoint: Path,
+    log: Path,
+    *flags: str,
+    port: int = 0,
+    connector: Mapping[str, Any] | None = None,
 ) -> Iterator[VllmServer]:
     """Serve a checkpoint in float32. ``connector`` is its ``ec_connector_extra_config``; without it, vLLM has none, and
     none of this distribution's plugins."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
+    port = port or free_port()
     command = [str(environment / "bin/python"), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(checkpoint), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--skip-mm-profiling", *flags]

@@ -46,6 +46,8 @@ class RowGateway:
         self.asked: Counter[str] = Counter()
         self.failed: list[Failed] = []
         self.consumers: dict[Address, RowConsumer] = {}
+        self.beats = 0
+        """Registrations that have arrived."""
         self.silent = False
         """Whether it answers no registration."""
         clock = SystemClock()
@@ -129,6 +131,7 @@ class RowGateway:
     def _handle(self, message: Message) -> None:
         match message:
             case RowConsumer() if not self.silent:
+                self.beats += 1
                 self.consumers[message.address] = message
                 if self.identity is not None and (difference := message.model.difference(self.identity)):
                     self.send(message.address, RowConsumerRefused(difference, message.join))
