@@ -76,6 +76,7 @@ class Forwarded:
     @contextmanager
     def prepared(self, model: str) -> Iterator[Prepared]:
         """Prepare the body for a server that calls the model ``model``. Inside, its connector may ask for rows."""
+        self.api.router.consumers.rouse()
         if self.prompt is None:
             yield Prepared(self._body(model))
             return

@@ -55,12 +55,16 @@ class RowConsumers:
         self._clock = clock
         self._key = secrets.token_bytes(KEY_BYTES)
         self._registered: dict[Address, _Registered] = {}
+        self._refused = ("", "")
+        """The one that was refused last, and why."""
 
     def on_beat(self, message: RowConsumer) -> None:
         """Register a consumer, or keep it registered."""
         layout = self._layout()
         if reason := self._difference(message, layout):
-            log.warning("refused the connector %s: %s", message.name, reason)
+            if self._refused != (refused := (message.name, reason)):  # it asks again and again
+                self._refused = refused
+                log.warning("refused the connector %s: %s", *refused)
             self._registered.pop(message.address, None)
             self._notify(message.address, RowConsumerRefused(reason, message.join))
             return
@@ -70,8 +74,17 @@ class RowConsumers:
                 return
             log.info("the connector %s of %s has registered", message.name, message.engine)
         self._registered[message.address] = _Registered(message, self._clock.now())
-        accepted = RowConsumerAccepted(self._address, self._expiry, self._key, layout, message.join)
-        self._notify(message.address, accepted)
+        self._accept(message)
+
+    def rouse(self) -> None:
+        """Tell consumers that their engines may get a request now: those whose requests all wait for rows rest between
+        two looks at what has come."""
+        for one in self._registered.values():
+            self._accept(one.consumer)
+
+    def _accept(self, consumer: RowConsumer) -> None:
+        accepted = RowConsumerAccepted(self._address, self._expiry, self._key, self._layout(), consumer.join)
+        self._notify(consumer.address, accepted)
 
     def expire(self) -> list[Address]:
         """Forget the consumers that have been silent for too long. Returns their addresses."""

@@ -1,0 +1,83 @@
+"""Connectors that register with a router."""
+
+from triptych.messages.codec import Message
+from triptych.messages.consumers import RowConsumer, RowConsumerAccepted, RowConsumerRefused
+from triptych.messages.identity import ModelIdentity
+from triptych.messages.rows import RowLayout
+from triptych.router.row_consumers import RowConsumers
+from triptych.types import Address
+from triptych.virtual_time import VirtualClock
+
+IDENTITY = ModelIdentity("weights", "config", "adapter")
+LAYOUT = RowLayout(IDENTITY.digest, "float32", 16, 64)
+CONNECTOR = RowConsumer(Address("c"), "127.0.0.1:8001", "vllm 0", IDENTITY, 16, "float32", "127.0.0.1:7010")
+
+
+class World:
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.sent: list[tuple[Address, Message]] = []
+        self.layout: RowLayout | None = LAYOUT
+        self.consumers = RowConsumers(
+            address=Address("frontend"),
+            identity=IDENTITY,
+            expiry=3.0,
+            layout=lambda: self.layout,
+            notify=lambda to, message: self.sent.append((to, message)),
+            disconnect=lambda _: None,
+            clock=self.clock,
+        )
+
+
+def replaced(**fields: object) -> RowConsumer:
+    values = {name: getattr(CONNECTOR, name) for name in CONNECTOR.__struct_fields__}
+    return RowConsumer(**(values | fields))  # type: ignore[arg-type]
+
+
+def test_a_connector_is_told_the_format_once_it_is_known() -> None:
+    world = World()
+    world.layout = None
+    world.consumers.on_beat(CONNECTOR)
+    world.layout = LAYOUT
+    world.consumers.on_beat(CONNECTOR)
+    first, second = (message for _, message in world.sent)
+    assert isinstance(first, RowConsumerAccepted)
+    assert isinstance(second, RowConsumerAccepted)
+    assert (first.layout, second.layout, second.join) == (None, LAYOUT, CONNECTOR.join)
+    assert first.key == second.key
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    world = World()
+    others = [
+        replaced(model=ModelIdentity("other", "config", "adapter")),
+        replaced(width=8),
+        replaced(dtype="bfloat16"),
+    ]
+    for other in others:
+        world.consumers.on_beat(CONNECTOR)
+        world.consumers.on_beat(other)
+        assert CONNECTOR.address not in world.consumers
+    reasons = [message.reason for _, message in world.sent if isinstance(message, RowConsumerRefused)]
+    for reason, word in zip(reasons, ("weights", "8", "bfloat16"), strict=True):
+        assert word in reason
+
+
+def test_a_silent_one_is_forgotten() -> None:
+    world = World()
+    world.consumers.on_beat(CONNECTOR)
+    world.clock.advance(2.0)
+    assert not world.consumers.expire()
+    world.clock.advance(1.5)
+    assert world.consumers.expire() == [CONNECTOR.address]
+    assert CONNECTOR.address not in world.consumers
+
+
+def test_all_are_roused() -> None:
+    world = World()
+    world.consumers.on_beat(CONNECTOR)
+    world.consumers.on_beat(replaced(address=Address("d")))
+    world.sent.clear()
+    world.consumers.rouse()
+    assert [to for to, _ in world.sent] == ["c", "d"]
+    assert all(isinstance(message, RowConsumerAccepted) for _, message in world.sent)
