@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFWriter
 from PIL import Image
 
 from tests.support.checkpoints import load_adapter
@@ -163,6 +164,21 @@ def test_pictures_without_towers_are_refused_with_what_to_give(gemma: tuple[Path
     message = {"role": "user", "content": content}
     ours, theirs = (PromptBuilder(place).build([message]) for place in (gguf_folder(text, mmproj), source))
     assert ours.tokens == theirs.tokens
+
+
+def test_a_file_without_a_template_has_its_projector_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture and a question to LLaVA, whose vocabulary has no token for pictures."""
+    monkeypatch.setattr(GGUFWriter, "add_chat_template", lambda *_: None)
+    _, text, mmproj = write_both("llava_next", tmp_path)
+    picture = [{"type": "image", "data": png(Image.new("RGB", (30, 30)))}, {"type": "text", "text": "What?"}]
+    messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": picture}]
+    builder = PromptBuilder(gguf_folder(text, mmproj))
+    prompt = builder.build([*messages, {"role": "assistant", "content": "Red."}, {"role": "user", "content": "Sure?"}])
+    [item] = prompt.items
+    told = "".join(builder.tokenizer.decode([token]) for token in prompt.tokens[: item.placement.start])
+    assert told == "Be brief. USER: "
+    asked = "".join(builder.tokenizer.decode([token]) for token in prompt.tokens[item.placement.end :])
+    assert asked == "\nWhat? ASSISTANT: Red.</s>USER: Sure? ASSISTANT:"
 
 
 def test_an_index_cannot_join_what_doesn_t_fit(tmp_path: Path) -> None:

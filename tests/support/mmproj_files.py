@@ -28,7 +28,7 @@ Rules = Sequence[tuple[str, str]]
 """Beginnings of transformers' names, and what files have instead."""
 TOWERS = (
     *("visual.", "vision_tower.", "multi_modal_projector.", "audio_tower.", "connector."),
-    *("vision_model.", "mlp1."),
+    *("vision_model.", "mlp1.", "image_newline"),
 )
 ENCODER: Rules = (
     *((rf"vision_tower.encoder.layers.(\d+).self_attn.{one}_proj", rf"v.blk.\1.attn_{one}") for one in "qkv"),
@@ -175,6 +175,23 @@ SOURCES: dict[str, Source] = {
         settings=lambda config: {"use_gelu": False, "vision.block_count": 2},
         changed=_first_layers,
         renamed={"<|image_pad|>": "<image>"},
+    ),
+    "llava_next": Source(
+        make=_tiny("llava_next"),
+        architecture="llama",
+        projector="mlp",
+        rules=(
+            *ENCODER,
+            (r"multi_modal_projector.linear_1", "mm.0"),
+            (r"multi_modal_projector.linear_2", "mm.2"),
+            (r"image_newline", "model.image_newline"),
+        ),
+        settings=lambda config: {
+            "vision.block_count": 2,
+            "vision.image_grid_pinpoints": [side for pair in config["image_grid_pinpoints"] for side in pair],
+        },
+        changed=_first_layers,
+        renamed={"<|image_pad|>": "<unk>"},
     ),
     "gemma3": Source(
         make=_tiny("gemma3", text_config=GEMMA_TEXT),
@@ -392,7 +409,7 @@ def _add(writer: GGUFWriter, name: str, value: Any) -> None:
 def _plain(key: str) -> str:
     """A tensor's name, whatever the layout of the checkpoint's names."""
     key = re.sub(r"^(language_model\.model|(model\.)?(language|text)_model)\.", "text.", key.removeprefix("thinker."))
-    key = re.sub(r"^model\.(visual|vision_tower|multi_modal_projector|audio_tower|connector)\.", r"\1.", key)
+    key = re.sub(r"^model\.(visual|vision_tower|multi_modal_projector|audio_tower|connector)\b", r"\1", key)
     key = key.replace("model.vision_model.", "vision_tower.").replace("vision_tower.vision_model.", "vision_tower.")
     return key.replace("text.lm_head", "lm_head")
 

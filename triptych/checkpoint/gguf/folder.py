@@ -28,7 +28,8 @@ from triptych.checkpoint.gguf.towers import tower_of
 from triptych.errors import CheckpointError
 from triptych.user_cache import user_cache
 
-LAYOUT = "4"
+TEMPLATE = "chat_template.jinja"
+LAYOUT = "5"
 """Changes when folders are made otherwise."""
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>")
@@ -75,20 +76,22 @@ def _make(folder: Path, files: Sequence[GgufFile], towers: Sequence[GgufFile]) -
     # any part of a split file may hold a tensor that settings follow from
     first = replace(files[0], tensors={name: one for file in files for name, one in file.tensors.items()})
     architecture, config = config_of(first)
-    entries, processors = _entries(files, architecture, config), dict[str, Config]()
+    entries, more = _entries(files, architecture, config), dict[str, str]()
     if towers:
         tower = tower_of(
             towers[0], ModelSettings(first, str(first.settings["general.architecture"])), config, PROJECTORS
         )
         entries = {tower.within(key): one for key, one in entries.items()}
         entries |= tower.entries(f"{len(files)}{SUFFIX}")
-        config, processors = tower.config, dict(tower.processors)
+        config = tower.config
+        more = {name: json.dumps(one, indent=1) for name, one in tower.processors.items()}
+        more |= {TEMPLATE: tower.template} if tower.template else {}
     else:
         config = config | {WITHOUT_TOWERS: True}
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".made-"))
     try:
         texts = {"config.json": json.dumps(config, indent=1), "tokenizer.json": tokenizer_json(first)}
-        texts |= _prompt_files(first) | {name: json.dumps(one, indent=1) for name, one in processors.items()}
+        texts |= more | _prompt_files(first)
         for number, file in enumerate((*files, *towers)):
             (made / f"{number}{SUFFIX}").symlink_to(file.path.resolve())
         for name, text in texts.items():
@@ -171,5 +174,5 @@ def _prompt_files(file: GgufFile) -> dict[str, str]:
         GENERATION_CONFIG: json.dumps({"eos_token_id": sorted(ends)}),
     }
     if isinstance(template := settings.get("tokenizer.chat_template"), str):
-        made["chat_template.jinja"] = template
+        made[TEMPLATE] = template
     return made

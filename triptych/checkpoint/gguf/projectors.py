@@ -72,6 +72,33 @@ def _square(model: ModelFiles) -> Config:
 # ── LLaVA-1.5 ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+NEWLINE = "model.image_newline"
+"""Tensor of LLaVA-NeXT (1.6) alone."""
+VICUNA = """\
+{%- macro shown(content) -%}
+{%- if content is string -%}{{ content }}
+{%- else -%}
+{%- for part in content -%}{{ 'IMAGE\\n' if part.type == 'image' else part.text }}{%- endfor -%}
+{%- endif -%}
+{%- endmacro -%}
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}{{ 'ASSISTANT: ' + shown(message.content) + '</s>' }}
+{%- elif message.role == 'system' -%}{{ shown(message.content) + ' ' }}
+{%- else -%}{{ 'USER: ' + shown(message.content) + ' ' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ 'ASSISTANT:' }}{%- endif -%}
+"""
+
+
+def _pinpoints(model: ModelFiles) -> Config:
+    """Return the sizes that LLaVA-NeXT's images are resized to; empty for LLaVA-1.5."""
+    if NEWLINE not in model.tensors:
+        return {}
+    sides = model.vision.numbers("image_grid_pinpoints")
+    return {"image_grid_pinpoints": [list(pair) for pair in zip(sides[::2], sides[1::2], strict=False)]}
+
+
 def _llava(model: ModelFiles) -> Config:
     """The files have the layers up to the one whose states are the features."""
     is_clip = "v.class_embd" in model.tensors
@@ -79,7 +106,8 @@ def _llava(model: ModelFiles) -> Config:
     activation = "gelu" if model.clip.holds("use_gelu") else "quick_gelu"
     has_layers = model.vision.has("feature_layer")
     return {
-        "model_type": "llava",
+        "model_type": "llava_next" if NEWLINE in model.tensors else "llava",
+        **_pinpoints(model),
         "vision_config": kind | _transformer(model) | ({"hidden_act": activation} if is_clip else {}),
         "vision_feature_layer": model.vision.numbers("feature_layer") if has_layers else -1,
         "vision_feature_select_strategy": "default" if is_clip else "full",
@@ -89,7 +117,8 @@ def _llava(model: ModelFiles) -> Config:
 def _cropped(model: ModelFiles) -> Mapping[str, Config]:
     side = model.vision.number("image_size")
     size = {"size": {"shortest_edge": side}, "crop_size": _square(model), "do_center_crop": True}
-    return {PREPROCESSOR_CONFIG: {"image_processor_type": "CLIPImageProcessor", "resample": 3} | size | model.image}
+    kind = "LlavaNextImageProcessor" if NEWLINE in model.tensors else "CLIPImageProcessor"
+    return {PREPROCESSOR_CONFIG: {"image_processor_type": kind, "resample": 3} | size | model.image | _pinpoints(model)}
 
 
 LLAVA = Projector(
@@ -100,9 +129,12 @@ LLAVA = Projector(
         "v.class_embd": f"{TOWER}.embeddings.class_embedding",
         "mm.0": f"{PROJECTOR}.linear_1",
         "mm.2": f"{PROJECTOR}.linear_2",
+        NEWLINE: NEWLINE,
     },
     output=("mm.2.weight", 0),
-    tokens={"image_token_index": ("<image>",)},
+    # the vocabularies of original models have no <image>; text never becomes <unk>
+    tokens={"image_token_index": ("<image>", "<unk>")},
+    template=VICUNA,
     dimensions={f"{TOWER}.embeddings.class_embedding": 1},
 )
 

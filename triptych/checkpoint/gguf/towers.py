@@ -76,6 +76,8 @@ class Projector:
     """Transformers' names of tensors whose rows are in the order of pairs."""
     shifts: Mapping[str, int] = field(default_factory=dict)
     """By transformers' name: what files have been added to."""
+    template: str = ""
+    """Chat template for files without one; ``IMAGE`` stands for an image's placeholder."""
     unused: tuple[str, ...] = ()
     """Beginnings of the names of tensors that say nothing else."""
 
@@ -88,6 +90,13 @@ class Tower:
     processors: Mapping[str, Config]
     projector: Projector
     model: ModelFiles
+
+    @property
+    def template(self) -> str:
+        """The chat template for language models whose file has none; empty if there is none for them either."""
+        tokens = self.model.text.file.settings["tokenizer.ggml.tokens"]
+        assert isinstance(tokens, list), "the placeholder was found among them"
+        return self.projector.template.replace(IMAGE, tokens[self.config[next(iter(self.projector.tokens))]])
 
     def within(self, key: str) -> str:
         """Return the name, in the whole model, of the tensor that the language model has as ``key``."""
@@ -167,6 +176,7 @@ class Tower:
         return CheckpointError(f"{self.model.vision.file.path}: {problem}")
 
 
+IMAGE = "IMAGE"
 LAYER = re.compile(r"([va]\.[a-z_]+)\.(\d+)\.(.+)")
 MLP = re.compile(r"v\.blk\.\{\}\.ffn_(up|down)\.(.+)")
 
