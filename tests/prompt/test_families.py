@@ -160,6 +160,20 @@ def test_other_parsers_names_stand_for_the_same_format(tmp_path: Path, name: str
     assert formats.tool_call_parser == own
 
 
+@pytest.mark.parametrize(
+    ("reasoning", "calls", "own"),
+    [
+        ("deepseek-r1", "deepseekv31", ("qwen3", "deepseek_v31")),
+        ("gpt-oss", "gpt-oss", ("openai_gptoss", "openai")),
+        ("qwen3-thinking", "qwen25", ("qwen3", "hermes")),
+        ("minimax", "minimax-m2", ("qwen3", "minimax_m2")),
+    ],
+)
+def test_sglangs_names(tmp_path: Path, reasoning: str, calls: str, own: tuple[str, str]) -> None:
+    formats, _ = find(tmp_path / "a", CASES["qwen3"], reasoning_parser=reasoning, tool_call_parser=calls)
+    assert (formats.reasoning_parser, formats.tool_call_parser) == own
+
+
 @pytest.mark.parametrize("flag", ["reasoning_parser", "tool_call_parser"])
 def test_vllms_other_names_are_refused_for_what_they_are(tmp_path: Path, flag: str) -> None:
     with pytest.raises(ConfigError, match="inkling: vLLM's format of that name is not served"):

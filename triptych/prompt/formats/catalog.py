@@ -69,6 +69,25 @@ NOT_SERVED = {
     ),
 }
 """Names of vLLM 0.33's parsers whose formats are none of these."""
+OTHER_NAMES = {
+    "--reasoning-parser": {
+        "gpt-oss": "openai_gptoss",
+        "kimi": "kimi_vl",
+        "qwen3-thinking": "deepseek_r1",
+        "minimax": "minimax_m2",
+        "minimax-append-think": "minimax_m2_append_think",
+        "nemotron_3": "nemotron_v3",
+        "interns1": "qwen3",
+    },
+    "--tool-call-parser": {
+        "gpt-oss": "openai",
+        "llama3": "llama3_json",
+        "qwen": "hermes",
+        "qwen25": "hermes",
+        "glm": "glm45",
+    },
+}
+"""SGLang's names, where they aren't vLLM's in another spelling."""
 
 
 class Vocabulary(Protocol):
@@ -171,6 +190,8 @@ def find_formats(
     """Return a model's formats. ``source`` is the text of its templates; the parsers are vLLM's names for what is
     decided otherwise. Raises ConfigError for a name that isn't known."""
     known = _special_markers(tokenizer)
+    reasoning_parser = _vllms_name(TAGS, reasoning_parser, "--reasoning-parser")
+    tool_call_parser = _vllms_name(FORMATS, tool_call_parser, "--tool-call-parser")
     if reasoning_parser:
         tags = _named(TAGS, reasoning_parser, "--reasoning-parser")
         reasons = True
@@ -196,6 +217,17 @@ def parser_names() -> tuple[list[str], list[str]]:
     """Return vLLM's names of parsers for reasoning and for calls."""
     tags, calls = ({name for one in known for name in one.parsers} for known in (TAGS, FORMATS))
     return sorted(tags), sorted(calls)
+
+
+def _vllms_name(known: Sequence[Any], name: str, flag: str) -> str:
+    """Return vLLM's name of a parser that SGLang has under another one, or in another spelling."""
+    name = OTHER_NAMES[flag].get(name, name)
+    names: dict[str, str] = {_squeezed(each): each for one in known for each in one.parsers}
+    return names.get(_squeezed(name), name)
+
+
+def _squeezed(name: str) -> str:
+    return name.replace("-", "").replace("_", "").lower()
 
 
 def _named(known: Sequence[Any], name: str, flag: str) -> tuple[Any, ...]:
