@@ -31,7 +31,7 @@ class World:
 
 def replaced(**fields: object) -> RowConsumer:
     values = {name: getattr(CONNECTOR, name) for name in CONNECTOR.__struct_fields__}
-    return RowConsumer(**(values | fields))  # type: ignore[arg-type]
+    return RowConsumer(**(values | fields))
 
 
 def test_a_connector_is_told_the_format_once_it_is_known() -> None:
