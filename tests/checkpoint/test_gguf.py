@@ -13,9 +13,11 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from tests.support.checkpoints import load_adapter
-from tests.support.gguf_files import SOURCES, write_gguf
+from tests.support.forward import Pool, Prompt, Running, step
+from tests.support.gguf_files import SIZES, SOURCES, write_gguf
 from tests.support.tiny import make_tiny
 from triptych.checkpoint.gguf import folder, values
 from triptych.checkpoint.gguf.architectures import config_of
@@ -27,8 +29,11 @@ from triptych.checkpoint.identity import model_identity
 from triptych.checkpoint.reader import Checkpoint
 from triptych.checkpoint.safetensors_header import read_folder
 from triptych.cli.flags import model_folder
+from triptych.config import EngineConfig
 from triptych.errors import CheckpointError
 from triptych.layers.linear import PlainFormat
+from triptych.layers.parallel import SINGLE_RANK
+from triptych.server.model_bundle import ModelBundle
 
 CPU, FP32 = torch.device("cpu"), PlainFormat(torch.float32)
 F32, Q8_0 = GGMLQuantizationType.F32, GGMLQuantizationType.Q8_0
@@ -72,6 +77,29 @@ def test_values_are_the_dequantized_ones(tmp_path: Path, architecture: str, kind
     ours, theirs = decoders(gguf_folder(tmp_path / "m.gguf"), dense)
     for name, weight in theirs.state_dict().items():
         assert torch.equal(ours.state_dict()[name].float(), weight), name
+
+
+def log_probabilities(bundle: ModelBundle) -> Tensor:
+    places = torch.arange(60)
+    prompt = Prompt(places + 3, places.double().expand(3, -1), places[:0], torch.zeros(0, SIZES["hidden_size"]))
+    decoder = bundle.load_decoder(SINGLE_RANK)
+    return step(Pool(decoder), [(Running(prompt), len(prompt.tokens))]).log_softmax(dim=1)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen3moe"])
+def test_values_stay_as_they_are_unless_a_format_is_chosen(tmp_path: Path, architecture: str, kind: str) -> None:
+    """Outputs are near those of the dequantized model: activations are rounded, the weights no more."""
+    source = make_tiny(tmp_path / "source", SOURCES[architecture])
+    dense = write_gguf(source, tmp_path / "m.gguf", architecture, GGMLQuantizationType[kind])
+    file = Checkpoint(gguf_folder(tmp_path / "m.gguf"))
+    kept, chosen = (ModelBundle(file, EngineConfig(device="cpu", dtype=dtype)) for dtype in ("auto", "float32"))
+    exact = log_probabilities(ModelBundle(Checkpoint(dense), EngineConfig(device="cpu", dtype="float32")))
+    assert kept.weights.linear_dtype == kind
+    assert (log_probabilities(kept) - exact).norm() < 0.03 * exact.norm()
+    assert chosen.weights.linear_dtype == "float32"
+    torch.testing.assert_close(log_probabilities(chosen), exact, atol=1e-4, rtol=0)
+    assert ModelBundle(file, EngineConfig(device="cpu", quantization="int8")).weights.linear_dtype == "int8"
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])

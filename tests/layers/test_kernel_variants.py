@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from tests.layers.conftest import load_variant
+from tests.support.block_weights import random_blocks
 from tests.support.paged_cases import BATCHES, SHAPES, check, make_case, make_options
 from triptych.layers import native
 from triptych.layers.attention.base import PLAIN
 from triptych.layers.attention.compiled import PagedAttention
+from triptych.layers.block_product import blocks_product
+from triptych.layers.block_weight import BlockType
 from triptych.layers.float_product import bf16_product, float_product, half_product
 from triptych.layers.int4 import int4_product
 from triptych.layers.int8 import int8_product
@@ -49,6 +52,18 @@ def test_products_are_near_and_the_same_in_any_batch() -> None:
         output = product(activations)
         assert (output - exact).norm() < bound * exact.norm(), pack
         assert torch.equal(output, torch.cat([product(rows) for rows in activations.split(7)])), pack
+
+
+@pytest.mark.usefixtures("variant")
+def test_products_with_blocks() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randn(7, 512)
+    for kind in BlockType:
+        weight = random_blocks(kind, 70, 512)
+        product, exact = blocks_product([weight], None), tokens.double() @ weight.dequantized().double().T
+        assert product is not None
+        assert (product(tokens) - exact).norm() < 2**-6 * exact.norm(), kind
+        assert torch.equal(product(tokens), torch.cat([product(rows) for rows in tokens.split(1)])), kind
 
 
 def test_attention(variant: ctypes.CDLL) -> None:

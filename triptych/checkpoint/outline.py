@@ -78,6 +78,12 @@ class StoredOutline(Checkpoint):
         kinds = {key: STORED.get(one.dtype, torch.float32) for key, one in found.items()}
         return {key: torch.empty(one.shape, dtype=kinds[key], device=META) for key, one in found.items()} | small
 
+    def read_blocks(self, key: str) -> Tensor:
+        """Return a tensor for the bytes of a GGUF file's one, on ``META``."""
+        info = self.info(key)
+        self.names_read.add(key)
+        return torch.empty((info.shape[0], info.num_bytes // max(1, info.shape[0])), dtype=torch.uint8, device=META)
+
 
 def _dtype(config: Mapping[str, object]) -> str:
     text = config.get("text_config")

@@ -88,6 +88,22 @@ class Checkpoint:
                 self.on_read(sum(self.info(name).num_bytes for name in names))
         return tensors
 
+    def read_blocks(self, key: str) -> Tensor:
+        """Return a tensor of a GGUF file as its bytes, uint8 [rows, bytes of one]: memory-mapped, if the file has the
+        rows in order. Raises CheckpointError as ``read`` does, and ValueError for a tensor of another file."""
+        from triptych.checkpoint.gguf.values import read_rows  # its library takes a while to import
+
+        info = self.info(key)
+        if info.entry is None:
+            raise ValueError(f"{key!r} is not in a GGUF file")
+        try:
+            rows = read_rows(info.file, info.entry)
+        except OSError as error:
+            raise CheckpointError(f"{info.file}: can't be read: {error}") from error
+        if self.on_read is not None:
+            self.on_read(info.num_bytes)
+        return rows
+
     def _read_file(self, path: Path, names: Sequence[str]) -> dict[str, Tensor]:
         infos = {name: self.info(name) for name in names}
         places = {name: info.entry for name, info in infos.items() if info.entry is not None}

@@ -152,7 +152,7 @@ def _load(
     load(outline, weights or PlainFormat(torch.float32), META)
 
 
-def _loaded_bytes(config: ServeConfig, adapter: "ModelAdapter", quantized: StoredFormats) -> int:
+def _loaded_bytes(config: ServeConfig, adapter: "ModelAdapter", quantized: StoredFormats | None) -> int:
     """Return what a quantized decoder's linear layers and LM head take in memory. Raises as ``_tensors`` does."""
     from triptych.checkpoint.outline import StoredOutline
     from triptych.layers.devices import find_device, weight_format
@@ -171,8 +171,10 @@ def _quantized(
 ) -> tuple[list[Check], int]:
     """Return how quantized weights are stored, kept and listed, and what the decoder's take in memory. Nothing is
     returned of weights that other checks find wrong."""
-    if quantized is None or not has_weights(config.model):
+    if not has_weights(config.model):
         return [], 0
+    if quantized is None:
+        return _blocks(config, adapter)
     try:
         loaded = _loaded_bytes(config, adapter, quantized)
     except (TriptychError, OSError):
@@ -182,6 +184,26 @@ def _quantized(
     found = f"{quantized.described}: {how}; the decoder's linear layers and LM head take {size(loaded)} in memory"
     other = disagreements(section, read_folder(config.model), quantized.markers)
     return [Check("quantized weights", f"{found}; {other}" if other else found)], loaded
+
+
+def _blocks(config: ServeConfig, adapter: "ModelAdapter") -> tuple[list[Check], int]:
+    """Return which types of a GGUF file's values stay as they are, and what the decoder's weights take in memory."""
+    tensors = {key: info for key, info in read_folder(config.model).items() if info.entry is not None}
+    if not tensors:
+        return [], 0
+    from triptych.layers.devices import block_types, find_device, weight_format
+
+    try:
+        loaded = _loaded_bytes(config, adapter, None)
+        weights = weight_format(config.engine, find_device(config.engine.device), tensors)
+    except (TriptychError, OSError):
+        return [], 0
+    kept = block_types(tensors) if weights.keeps_blocks else []
+    others = sorted({info.dtype for info in tensors.values() if len(info.shape) > 1} - set(kept))
+    stay = f"{' and '.join(kept)}, where linear layers have it, stays as it is; " if kept else ""
+    rest = " and ".join([*others, *(["embeddings"] if kept else [])])
+    found = f"{stay}{rest} are dequantized; the decoder's linear layers and LM head take {size(loaded)} in memory"
+    return [Check("values of GGUF", found)], loaded
 
 
 def _tensors(folder: Path, adapter: "ModelAdapter", *, has_towers: bool) -> str:

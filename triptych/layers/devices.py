@@ -11,6 +11,7 @@ from triptych.errors import ConfigError, StartError
 from triptych.layers.attention.base import AttentionBackend
 from triptych.layers.attention.compiled import paged_attention
 from triptych.layers.attention.cpu import CpuAttention
+from triptych.layers.block_weight import BlockType
 from triptych.layers.delta_rule.base import DeltaRule
 from triptych.layers.delta_rule.compiled import cpu_delta_rule
 from triptych.layers.float_product import has_bf16
@@ -21,6 +22,8 @@ from triptych.observe.machine import available_bytes, resident_bytes
 
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _KV_DTYPES = {name: getattr(torch, name) for name in KV_CACHE_DTYPES if name != "auto"}
+WHOLE = ("embed_tokens.weight", "lm_head.weight")
+"""What the names end with of tensors that aren't linear layers', or that the LM head dequantizes."""
 
 
 def find_device(name: str) -> torch.device:
@@ -65,11 +68,15 @@ def weight_format(
     """Return the decoder's weight format for the settings, a device and a checkpoint's tensors, whose quantized weights
     are ``stored`` like that.
 
-    Those that can stay as they are do, on CPUs; others are dequantized when they are loaded. Raises ConfigError for a
-    format that the device or the checkpoint doesn't support.
+    Those that can stay as they are do, on CPUs, and so do those of GGUF files unless a dtype or a quantization is
+    chosen; others are dequantized when they are loaded. Raises ConfigError for a format that the device or the
+    checkpoint doesn't support.
     """
     plain, quantization = _dtype_format(engine.dtype, device, tensors), engine.quantization
     chosen = _quantized("--quantization", quantization, plain, device)
+    is_free = (engine.dtype, quantization) == ("auto", "none")
+    if is_free and isinstance(chosen, PackedFormat) and (types := block_types(tensors)):
+        return chosen.keeping_blocks(types)
     kept = () if stored is None else stored.kept_as
     if stored is None or not kept:
         return chosen
@@ -77,6 +84,13 @@ def weight_format(
     if quantization not in ("none", *kept) and not stored.has_dequantized:
         raise ConfigError(f"--quantization {quantization}: the checkpoint's weights are quantized already, to {name}")
     return chosen.keeping(name) if isinstance(chosen, PackedFormat) else chosen
+
+
+def block_types(tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """Return the types of a GGUF file's linear layers that CPUs keep as they are."""
+    layers = [info for key, info in tensors.items() if info.entry is not None and not key.endswith(WHOLE)]
+    found = {info.dtype for info in layers if len(info.shape) == 2}
+    return [name for name in BlockType.__members__ if name in found]
 
 
 def tower_format(engine: EngineConfig, device: torch.device, tensors: Mapping[str, TensorInfo]) -> WeightFormat:

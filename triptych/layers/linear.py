@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych.errors import ConfigError
+from triptych.layers.block_product import blocks_product
+from triptych.layers.block_weight import BlockWeight
 from triptych.layers.float_product import bf16_product, float_product, half_product
 from triptych.layers.grouped_weight import GroupedWeight
 from triptych.layers.int4 import grouped_product, int4_product
@@ -101,6 +103,10 @@ class WeightFormat(Protocol):
     def bf16_attention(self) -> bool:
         """Whether attention on CPUs may multiply in bfloat16 what comes in float32."""
 
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether ``blocks`` takes weights of GGUF files; otherwise they are dequantized."""
+
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         """Make a layer from a checkpoint's weight [out, in] and bias [out]. Raises ConfigError for an unsupported
         device."""
@@ -118,6 +124,10 @@ class WeightFormat(Protocol):
 
     def int8(self, weight: Int8Weight, bias: Tensor | None, device: torch.device) -> Linear:
         """Make a layer from a checkpoint's 8-bit weight and bias [out]."""
+
+    def blocks(self, parts: Sequence[BlockWeight], bias: Tensor | None, device: torch.device) -> Linear:
+        """Make the layer that concatenates the outputs of ``parts``, of the same inputs and of any types, with a bias
+        [out]."""
 
     def head(self, weight: Tensor, device: torch.device) -> LMHead:
         """Make the whole projection to the vocabulary from a checkpoint's weight [vocab, hidden]."""
@@ -141,6 +151,10 @@ class PlainFormat:
     def bf16_attention(self) -> bool:
         return False
 
+    @property
+    def keeps_blocks(self) -> bool:
+        return False
+
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         bias = None if bias is None else bias.to(device, self.activations)
         return PlainLinear(weight.to(device, self.activations), bias)
@@ -156,6 +170,9 @@ class PlainFormat:
 
     def int8(self, weight: Int8Weight, bias: Tensor | None, device: torch.device) -> Linear:
         return self.linear(weight.dequantized(), bias, device)
+
+    def blocks(self, parts: Sequence[BlockWeight], bias: Tensor | None, device: torch.device) -> Linear:
+        return self.linear(torch.cat([one.dequantized() for one in parts]), bias, device)
 
     def head(self, weight: Tensor, device: torch.device) -> LMHead:
         return LMHead(self.high_precision(weight, None, device))
@@ -179,11 +196,16 @@ class PackedFormat:
     """Packs the weights of ``sensitive``; None: ``pack_linear`` does."""
     sensitive_dtype: str = ""
     """Name of the format of ``pack_sensitive``."""
+    keeps_blocks: bool = False
 
     def keeping(self, stored: str) -> "PackedFormat":
         """Return this format for a checkpoint with quantized layers that stay as they are, in the format ``stored``;
         others are stored in this one."""
         return replace(self, linear_dtype=stored, other_dtype=self.linear_dtype)
+
+    def keeping_blocks(self, types: Sequence[str]) -> "PackedFormat":
+        """Return this format for GGUF files, of which weights of ``types`` stay as they are."""
+        return replace(self.keeping(" and ".join(types)), keeps_blocks=True)
 
     def beside(self, plain: "PackedFormat") -> "PackedFormat":
         """Return this format with attention, and layers that it doesn't quantize, as in ``plain``."""
@@ -213,6 +235,15 @@ class PackedFormat:
     def int8(self, weight: Int8Weight, bias: Tensor | None, device: torch.device) -> Linear:
         _check_cpu(device)
         return PackedLinear(stored_int8_product(weight, bias))
+
+    def blocks(self, parts: Sequence[BlockWeight], bias: Tensor | None, device: torch.device) -> Linear:
+        _check_cpu(device)
+        if (product := blocks_product(parts, bias)) is not None:
+            return PackedLinear(product)
+        biases = [None] * len(parts) if bias is None else bias.split([one.shape[0] for one in parts])
+        return ConcatenatedLinear(
+            [self.blocks([one], vector, device) for one, vector in zip(parts, biases, strict=True)]
+        )
 
     def head(self, weight: Tensor, device: torch.device) -> LMHead:
         _check_cpu(device)

@@ -1,7 +1,7 @@
 """Matrix products with packed weights by the compiled kernels."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -29,6 +29,8 @@ class WeightKind(IntEnum):
     INT4 = 4
     SPLIT_HALF = 5
     """fp16 as ``kernels/cpu/halves.c`` takes it, where there is AMX."""
+    BLOCKS = 6
+    """Blocks of GGUF files."""
 
 
 class Zeros(IntEnum):
@@ -66,13 +68,16 @@ class CompiledProduct:
         group: int = 0,
         zeros: Zeros = Zeros.MIDDLE,
         is_rotated: bool = False,
+        parts: Sequence[Tensor] = (),
     ) -> None:
         """``panels`` are the weights from ``in_panels``; ``shape`` is (out, in); only int8 has ``scales``, float32
         [out]. ``group`` and ``zeros`` are for 4-bit weights; see ``GroupedWeight``.
-        ``is_rotated`` is for int8: the product rotates its inputs, as the weights have been; see ``int8.py``."""
+        ``is_rotated`` is for int8: the product rotates its inputs, as the weights have been; see ``int8.py``.
+        ``parts`` are for blocks: the memory that ``panels`` point to."""
         self.library = library
         self.outputs, self.inputs = shape
         self.panels = panels
+        self._parts = parts
         self.bias = None if bias is None else bias.float().contiguous()
         self.scales = scales
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in (panels, scales, self.bias)]

@@ -42,6 +42,11 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         return sum(one.num_bytes for one in self.parts) or prod(self.shape[:-1]) * self.row_bytes
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the tensor's values are those of the file's one."""
+        return not self.parts and not self.shift and not self.transposed
+
+    @property
     def places(self) -> Sequence["Entry"]:
         """The entries of the parts or, without any, the entry itself."""
         return self.parts or (self,)

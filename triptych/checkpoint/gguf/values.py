@@ -22,10 +22,7 @@ def read_tensor(path: Path, entry: Entry) -> Tensor:
         parts = [read_tensor(path.with_name(one.file), one) for one in entry.parts]
         same = {part.dtype for part in parts}
         return torch.cat(parts if len(same) == 1 else [part.float() for part in parts], entry.axis).view(entry.shape)
-    raw = torch.from_file(str(path), False, path.stat().st_size, dtype=torch.uint8)
-    rows = raw[entry.offset : entry.offset + entry.num_bytes].view(-1, entry.row_bytes)
-    if entry.rotated:
-        rows = _in_halves(rows, entry.rotated)
+    rows = read_rows(path, entry)
     if (kind := FLOATS.get(entry.kind)) is not None:
         aligned = rows if rows.storage_offset() % kind.itemsize == 0 else rows.clone()
         found = aligned.view(kind).view(entry.shape)
@@ -33,6 +30,14 @@ def read_tensor(path: Path, entry: Entry) -> Tensor:
         found = _dequantized(rows, entry).view(entry.shape)
     found = found.transpose(-1, -2) if entry.transposed else found
     return found + entry.shift if entry.shift else found
+
+
+def read_rows(path: Path, entry: Entry) -> Tensor:
+    """Return the bytes of a tensor of one part, uint8 [rows, bytes of one]: memory-mapped, unless rows change places.
+    Raises OSError for a file that can't be read."""
+    raw = torch.from_file(str(path), False, path.stat().st_size, dtype=torch.uint8)
+    rows = raw[entry.offset : entry.offset + entry.num_bytes].view(-1, entry.row_bytes)
+    return _in_halves(rows, entry.rotated) if entry.rotated else rows
 
 
 def _dequantized(rows: Tensor, entry: Entry) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from triptych.layers.block_weight import BlockWeight, concatenate_blocks
 from triptych.layers.grouped_weight import GroupedWeight, by_rows, concatenate_grouped
 from triptych.layers.int8 import Int8Weight, concatenate_int8
 from triptych.layers.linear import ConcatenatedLinear, Linear, WeightFormat
@@ -132,6 +133,9 @@ def linear_of(
     for run, vector in zip(runs, biases, strict=True):
         if grouped := [one for one in run if isinstance(one, GroupedWeight)]:
             linears.append(weights.grouped(concatenate_grouped(grouped), vector, device))
+        elif blocks := [one for one in run if isinstance(one, BlockWeight) and one.part is None]:
+            together = [concatenate_blocks(list(some)) for _, some in groupby(blocks, lambda one: one.type)]
+            linears.append(weights.blocks(together, vector, device))
         elif whole := [one for one in run if isinstance(one, Int8Weight)]:
             linears.append(weights.int8(concatenate_int8(whole), vector, device))
         else:
@@ -140,12 +144,14 @@ def linear_of(
     return linears[0] if len(linears) == 1 else ConcatenatedLinear(linears)
 
 
-def _kind(weight: StoredLinear) -> tuple[bool, int, bool]:
-    """Return what weights of one product have in common: whether they are in int8, and of 4-bit weights the inputs per
-    group, 0 for others, and whether groups have offsets."""
+def _kind(weight: StoredLinear) -> tuple[type, int, bool]:
+    """Return what weights of one product have in common: their class, that of dense ones for those that are
+    dequantized, and of 4-bit weights the inputs per group, 0 for others, and whether groups have offsets."""
     if isinstance(weight, GroupedWeight):
-        return False, weight.group, weight.offsets is not None
-    return isinstance(weight, Int8Weight), 0, False
+        return GroupedWeight, weight.group, weight.offsets is not None
+    if isinstance(weight, BlockWeight) and weight.part is None:
+        return BlockWeight, 0, False
+    return Int8Weight if isinstance(weight, Int8Weight) else DenseWeight, 0, False
 
 
 def _dense(parts: Sequence[StoredLinear]) -> Tensor:

@@ -1,10 +1,12 @@
 """What quantized weights take in memory when they are loaded."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from triptych.layers.block_weight import BlockWeight
 from triptych.layers.grouped_weight import DEFAULT_GROUP, GroupedWeight
 from triptych.layers.int8 import Int8Weight
 from triptych.layers.linear import Linear, LMHead, PackedFormat, PlainLinear, WeightFormat
@@ -38,6 +40,10 @@ class MeasuringFormat:
     def bf16_attention(self) -> bool:
         return self.measured.bf16_attention
 
+    @property
+    def keeps_blocks(self) -> bool:
+        return self.measured.keeps_blocks
+
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         kept = isinstance(self.measured, PackedFormat) and self.measured.other_dtype
         return self._in_bits(BITS.get(kept or self.linear_dtype, 16.0), weight, device)
@@ -59,6 +65,10 @@ class MeasuringFormat:
         if not isinstance(self.measured, PackedFormat):
             return self.linear(weight.dequantized(), bias, device)
         return self._made(weight.shape, weight.values.nbytes + weight.scales.nbytes, device)
+
+    def blocks(self, parts: Sequence[BlockWeight], bias: Tensor | None, device: torch.device) -> Linear:
+        shape = sum(one.shape[0] for one in parts), parts[0].inputs
+        return self._made(shape, sum(one.raw.nbytes for one in parts), device)
 
     def head(self, weight: Tensor, device: torch.device) -> LMHead:
         return LMHead(self.high_precision(weight, None, device))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from triptych.checkpoint.reader import Checkpoint, listed
 from triptych.errors import CheckpointError
+from triptych.layers.block_weight import BlockType, BlockWeight
 from triptych.layers.linear import Linear, WeightFormat
 from triptych.layers.stored.format import ACTIVATION_TENSORS
 from triptych.layers.stored.linears import DenseWeight, StoredLinear, linear_of
@@ -77,7 +78,19 @@ class StoredReader:
 
     def stored(self, name: str, outputs: int, inputs: int) -> StoredLinear:
         """Return the weight of the linear layer ``name``."""
-        return self._load(_Layer(self, name), (outputs, inputs))
+        return self._blocks(f"{name}.weight", (outputs, inputs)) or self._load(_Layer(self, name), (outputs, inputs))
+
+    def _blocks(self, name: str, shape: tuple[int, int]) -> BlockWeight | None:
+        """Return a weight of a GGUF file as it is, or None if it is dequantized, or isn't as it should be."""
+        key = self._key_of(name)
+        info = self._checkpoint.tensors.get(key)
+        if not self.weights.keeps_blocks or info is None or info.entry is None or info.shape != shape:
+            return None
+        kind = BlockType.__members__.get(info.entry.kind)
+        if kind is None or not info.entry.is_plain or info.entry.row_bytes * kind.inputs != shape[1] * kind.num_bytes:
+            return None
+        self.keys_read.add(key)
+        return BlockWeight(self._checkpoint.read_blocks(key), kind, shape[1])
 
     def stack(self, name: str, shape: tuple[int, int, int], *, transposed: bool) -> list[StoredLinear]:
         """Return the weights of a stack of layers, ``shape`` being (layers, out, in), from one tensor or, if they are

@@ -11,7 +11,7 @@
  * A word's q are unpacked in registers for up to TOKENS tokens. Processors with AMX multiply more tokens by tiles, for
  * which q - zero are unpacked to int8.
  */
-#include "int8_tokens.h"
+#include "grouped.h"
 #include "tile_products.h"
 
 #ifdef __AVX512F__
@@ -19,44 +19,12 @@
 #else
 #define TOKENS 4
 #endif
-#undef FOURS
-#undef TWOS
-#define FOURS 0                /* no faster than two */
-#define TWOS (LANES / 8)       /* totals take registers, too */
 #define STRIP 32               /* inputs whose products fit 16 bits: 32 / 2 * 15 * 128 < 2^15 */
-#define WORD 8                 /* inputs per word */
 #define PART 512               /* inputs that are unpacked at a time, so that they stay in the L1 cache */
 #define SMALL_TASK (256 * 1024) /* bytes of weights per task when there are few tokens */
 
-typedef int16_t halves __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int8_t fours __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint8_t levels __attribute__((vector_size(LANES), aligned(1)));
-
-/* Products of bytes, four per lane of 32 bits: VNNI adds them to an int32, others to two int16, for one strip. ``dot``
- * adds those of four weights, 0 to 15, and four activations. */
-#if HAS_VNNI
-typedef ints products;
-inlined products begin(ints sum) { return sum; }
-inlined ints end(ints sum, products strip) { return strip; }
-#else
-typedef halves products;
-inlined products begin(ints sum) { return (products){}; }
-#endif
-#if HAS_VNNI
-inlined products dot(products sum, ints weights, ints four) { return add_products(sum, weights, four); }
-#elif HAS_PAIRS
-inlined products dot(products sum, ints weights, ints four) {
-    sum += (products)products_of_bytes(weights, four);
-    __asm__("" : "+v"(sum)); /* or GCC changes the order of a strip's additions, for which it stores all products */
-    return sum;
-}
-inlined ints end(ints sum, products strip) { return sum + sums_of_pairs((ints)strip); }
-#else
-inlined products dot(products sum, ints weights, ints four) {
-    return sum + ((products)weights & 0xff) * ((products)four << 8 >> 8) + ((products)weights >> 8) * ((products)four >> 8);
-}
-inlined ints end(ints sum, products strip) { return sum + ((ints)strip << 16 >> 16) + ((ints)strip >> 16); }
-#endif
 
 /* a * b, where a is in 0 to 255 and b fits 16 bits. */
 inlined ints times(ints a, ints b) {
@@ -100,15 +68,9 @@ int64_t int4_room(const Linear *linear, int64_t tokens) {
     return rounded_room(linear->inputs, tokens, shape_of(linear).row);
 }
 
-/* Makes of a token int8 [depth] and its blocks. The inputs of each word are in the order 0 2 4 6 1 3 5 7, first those in the
- * lower halves of its bytes. */
+/* Makes of a token int8 [depth] and its blocks. The inputs of each word are in WORD_ORDER. */
 static void round_token(const Linear *linear, const float *from, float *room, void *to, int64_t step) {
     Shape shape = shape_of(linear);
-#if LANES == 16
-    const int8s order = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15};
-#else
-    const int8s order = {0, 2, 4, 6, 1, 3, 5, 7};
-#endif
     int8s *rounded = to;
     Block *block = (Block *)((char *)to + shape.depth);
     for (int64_t at = 0; at < shape.depth; at += shape.step, block++) {
@@ -116,7 +78,7 @@ static void round_token(const Linear *linear, const float *from, float *room, vo
         floats total = {};
         for (int64_t i = at; i < at + shape.step; i += LANES) {
             floats whole = rounded_inputs(from, i, linear->inputs, LEVELS / maximum);
-            *rounded++ = __builtin_shuffle(lowest((ints)whole), order);
+            *rounded++ = __builtin_shuffle(lowest((ints)whole), (int8s)WORD_ORDER);
             total += whole - ROUNDING;
         }
         block->scale = maximum / LEVELS;
@@ -124,24 +86,6 @@ static void round_token(const Linear *linear, const float *from, float *room, vo
         block->excess = maximum == maximum ? (linear->zeros == MIDDLE ? -8 : -1) * (int32_t)sum_of(total) : 0;
     }
 }
-
-/* Adds the bias to the totals of ``count`` tokens from ``first`` on and stores them as a panel's outputs. */
-static __attribute__((noinline)) void keep_totals(const floats totals[][2], const Linear *linear, const Rows *rows,
-                                                  int64_t panel, int64_t first, int64_t count) {
-    int64_t column = panel * OUTPUTS, left = linear->outputs - column, second = most(0, left - LANES);
-    int64_t place = first * linear->outputs + column;
-    floats bias[2] = {};
-    if (linear->bias) bias[0] = load(linear->bias + column, left);
-    if (linear->bias && second) bias[1] = load(linear->bias + column + LANES, second);
-    for (int64_t i = 0; i < count; i++, place += linear->outputs) {
-        keep_vector(totals[i][0] + bias[0], &rows->output, place, left);
-        if (second) keep_vector(totals[i][1] + bias[1], &rows->output, place + LANES, second);
-    }
-}
-
-/* The two halves of each byte of a panel's words: q of inputs 0 2 4 6, and of 1 3 5 7. */
-inlined ints lower(ints words) { return words & 0x0f0f0f0f; }
-inlined ints upper(ints words) { return words >> 4 & 0x0f0f0f0f; }
 
 /* The zeros of a half of a panel's outputs, in the group with these scales. */
 inlined ints zeros_of(const char *scales, int half) {
@@ -151,16 +95,6 @@ inlined ints zeros_of(const char *scales, int half) {
 /* The offsets of a half of a panel's outputs, in the group with these scales. */
 inlined floats offsets_of(const char *scales, int half) {
     return widened(((const float16s *)(scales + OUTPUTS * sizeof(uint16_t)))[half]);
-}
-
-/* Adds a block's sums, scaled. Explicitly fused: what a compiler fuses may differ between bodies. */
-inlined floats add_scaled(floats total, ints sum, floats scale, const Block *block) {
-    return multiply_add(__builtin_convertvector(sum, floats) * block->scale, scale, total);
-}
-
-/* Adds a block's offsets. */
-inlined floats add_offsets(floats total, floats offsets, const Block *block) {
-    return multiply_add(offsets, splat(block->sum), total);
 }
 
 /* Adds the products of a strip of inputs to the sums of ``count`` tokens. */
@@ -211,8 +145,8 @@ inlined void multiply_group(floats totals[][2], const Linear *linear, const char
         for (int token = 0; token < count; token++) {
             const Block *block = (const Block *)(blocks + token * rows->stride);
             for (int half = 0; half < 2; half++) {
-                totals[token][half] = add_scaled(totals[token][half], sums[token][half], scale[half], block);
-                if (kind == OFFSETS) totals[token][half] = add_offsets(totals[token][half], offsets[half], block);
+                totals[token][half] = add_scaled(totals[token][half], sums[token][half], scale[half], block->scale);
+                if (kind == OFFSETS) totals[token][half] = add_offsets(totals[token][half], offsets[half], block->sum);
             }
         }
     }
@@ -334,8 +268,8 @@ inlined void multiply_tile(const Part *part, const char *tokens, const char *blo
         _Pragma("GCC unroll 16") \
         for (int row = 0; row < TILE_ROWS; row++) { \
             const Block *block = (const Block *)(blocks + row * stride); \
-            found[row] = add_scaled(found[row], sums[row], *scale, block); \
-            if (has_offsets) found[row] = add_offsets(found[row], *offsets, block); \
+            found[row] = add_scaled(found[row], sums[row], *scale, block->scale); \
+            if (has_offsets) found[row] = add_offsets(found[row], *offsets, block->sum); \
         } \
         scale++, offsets++, blocks += sizeof(Block); \
     } while (0)

@@ -31,6 +31,7 @@ static int64_t room_for(const Linear *linear, int64_t tokens) {
     switch (linear->kind) {
     case INT8: return int8_room(linear, tokens);
     case INT4: return int4_room(linear, tokens);
+    case BLOCKS: return blocks_room(linear, tokens);
     case BF16: return bf16_room(linear, tokens);
     case SPLIT_HALF: return halves_room(linear, tokens);
     default: return float_room(linear, tokens);
@@ -43,6 +44,7 @@ static void multiply(const Linear *linear, Input input, Output output, int64_t t
     switch (linear->kind) {
     case INT8: int8_together(linear, &input, &output, tokens, room); break;
     case INT4: int4_together(linear, &input, &output, tokens, room); break;
+    case BLOCKS: blocks_together(linear, &input, &output, tokens, room); break;
     case BF16: bf16_together(linear, &input, &output, tokens, room); break;
     case SPLIT_HALF: halves_together(linear, &input, &output, tokens, room); break;
     default: float_together(linear, &input, &output, tokens, room);

@@ -12,7 +12,7 @@
 #define SMALLEST 1e-30f      /* lower bound of a token's largest value: 127 / SMALLEST is finite */
 #define ROUNDING 12582912.0f /* 1.5 * 2^23: adding it leaves the nearest integer in a float's low bits */
 
-enum Kind { HALF, FLOAT, INT8, BF16, INT4, SPLIT_HALF };
+enum Kind { HALF, FLOAT, INT8, BF16, INT4, SPLIT_HALF, BLOCKS };
 
 /* Where groups of 4-bit weights have their zero: 8 in all of them, a zero point of their own, or an offset. */
 enum Zeros { MIDDLE, ZEROS, OFFSETS };
@@ -62,12 +62,13 @@ typedef struct {
 int64_t float_room(const Linear *linear, int64_t tokens);
 int64_t int8_room(const Linear *linear, int64_t tokens);
 int64_t int4_room(const Linear *linear, int64_t tokens);
+int64_t blocks_room(const Linear *linear, int64_t tokens);
 int64_t bf16_room(const Linear *linear, int64_t tokens);
 int64_t halves_room(const Linear *linear, int64_t tokens);
 
 /* Called by all threads of a team, which share the work; all of it is done when they return. */
 typedef void Together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room);
-Together float_together, int8_together, int4_together, bf16_together, halves_together;
+Together float_together, int8_together, int4_together, blocks_together, bf16_together, halves_together;
 
 /* Bytes of an MLP's values when ``up`` stores them activated and rounded, as ``down`` takes them; 0 if it can't. */
 int64_t bf16_activated(const Linear *up, const Linear *down, int64_t tokens);
