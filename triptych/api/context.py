@@ -9,6 +9,7 @@ from triptych.api.fair_executor import FairExecutor
 from triptych.api.fields import MinP, RepetitionPenalty, Temperature, TopK, TopP
 from triptych.api.grammar_checker import GrammarChecker
 from triptych.api.memory_budget import MemoryBudget
+from triptych.api.recording import TraceRecorder
 from triptych.api.request_records import Observer
 from triptych.api.response_store import ResponseStore
 from triptych.api.uuid_cache import UuidMediaCache
@@ -85,6 +86,8 @@ class ApiContext:
     frontend: FrontendConfig
     observers: tuple[Observer, ...] = ()
     """Called with the record of every request that has ended."""
+    recorder: TraceRecorder | None = None
+    """Records what is asked; None if nothing does. Also one of the observers."""
     ui_trace_url: str = ""
     """Where the page at ``/ui`` links to a trace, as configured."""
     responses: ResponseStore | None = None

@@ -173,9 +173,12 @@ class Generation:
         stream.close()
 
     def _submit(self, choice: int, text: "ChoiceText") -> TokenStream:
+        prompt = self.prompt_of(choice)
+        if self.api.recorder is not None:
+            self.api.recorder.asked(self.context.record, prompt)
         return self.api.lifecycle.submit(
             self.context.record,
-            self.prompt_of(choice),
+            prompt,
             self.sampling_params[choice % len(self.sampling_params)],
             sorted(self.api.tokenizer.eos_token_ids),
             self.fields.cache_salt or "",

@@ -204,7 +204,7 @@ def _requests(workload: str, number: int, seed: int) -> Callable[[float], Iterab
         return lambda rate: mix.requests(rate, number, seed)
     if not Path(workload).exists():
         raise ConfigError(f"--workload {workload[:200]} is neither a file nor one of {', '.join(WORKLOADS)}")
-    trace = [one for _, one in zip(range(number), read_trace(Path(workload)), strict=False)]
+    trace = read_trace(Path(workload))[:number]
     if len(trace) < 2 or trace[-1].at <= trace[0].at:
         raise ConfigError(f"{workload} has too few requests to plan with: at least two, at different times")
     return lambda rate: _rescaled(trace, rate)

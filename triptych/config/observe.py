@@ -27,6 +27,12 @@ class ObserveConfig(Settings):
         False, "write a line of JSON per request: outcome and timeline, without prompts and answers"
     )
     request_log_file: str = setting("", "file that the request log is appended to; default: standard output", path=True)
+    record: str = setting(
+        "",
+        "file that a trace of what is asked is appended to, for triptych plan: times, numbers of tokens, sizes of "
+        "media and equal beginnings, without content; default: none",
+        path=True,
+    )
     otlp_traces_endpoint: str = setting(
         "", "URL of the OpenTelemetry collector for request traces (http://host:4318/v1/traces)"
     )

@@ -4,71 +4,31 @@ It never contains content: no prompt, no answer, no URL, and no headers except t
 these lines.
 """
 
-import logging
-import sys
-import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 import msgspec
 
-from triptych.errors import StartError
+from triptych.observe.line_file import LineFile
 from triptych.observe.requests import ChoiceRecord, RequestRecord
 from triptych.observe.timeline import Interval, as_json
 
-log = logging.getLogger(__name__)
-
-LOG_INTERVAL = 10.0
-"""Seconds between log lines about lines that can't be written; there may be thousands of them."""
-
 
 class RequestLog:
-    """Appends a line for each request to a file, or writes it to standard output. Lines that can't be written, because
-    the disk is full, are dropped and counted."""
+    """Appends a line for each request to a file, or writes it to standard output."""
 
     def __init__(self, path: str = "") -> None:
         """Raises StartError for a file that can't be written."""
-        self._owns = bool(path)
-        try:
-            # without a buffer, which would keep what can't be written
-            self._file: BinaryIO = open(path, "ab", buffering=0) if path else sys.stdout.buffer  # noqa: SIM115 - closed by close
-        except OSError as error:
-            raise StartError(f"--request-log-file {path}: {error.strerror}") from None
+        self._file = LineFile(path, "--request-log-file")
         self._encoder = msgspec.json.Encoder()
-        self._is_torn = False
-        self._num_dropped = 0
-        self._report_at = 0.0
 
     def __call__(self, record: RequestRecord) -> None:
-        if not record.generates:
-            return
-        line = self._encoder.encode(line_of(record)) + b"\n"
-        try:
-            self._write(line)
-        except OSError as error:
-            self._dropped(error)
-
-    def _write(self, line: bytes) -> None:
-        """Write a line. Raises OSError if the disk is full, also in the middle of the line."""
-        if self._is_torn:
-            line = b"\n" + line
-        written = self._file.write(line)
-        self._file.flush()
-        self._is_torn = written < len(line) and (written > 0 or self._is_torn)
-        if written < len(line):
-            raise OSError(0, "only a part of a line could be written")
-
-    def _dropped(self, error: OSError) -> None:
-        self._num_dropped += 1
-        if (now := time.monotonic()) >= self._report_at:
-            self._report_at = now + LOG_INTERVAL
-            log.error("%d lines of the request log couldn't be written: %s", self._num_dropped, error.strerror)
-            self._num_dropped = 0
+        if record.generates:
+            self._file.write(self._encoder.encode(line_of(record)) + b"\n")
 
     def close(self) -> None:
-        if self._owns:
-            self._file.close()
+        self._file.close()
 
 
 def line_of(record: RequestRecord) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from triptych.api.app import create_app
 from triptych.api.context import ApiContext, GenerationDefaults
 from triptych.api.grammar_checker import GrammarChecker
 from triptych.api.http import BoundedHttp
+from triptych.api.recording import TraceRecorder
 from triptych.api.response_store import ResponseStore
 from triptych.api.security import add_security
 from triptych.api.uuid_cache import UuidMediaCache
@@ -121,6 +122,7 @@ class Frontend:
             servers=servers,
             clock=clock,
         )
+        self._recorder = TraceRecorder(config.observe.record) if config.observe.record else None
         self._log, self._traces = _open_log(config.observe), _open_traces(config.observe.otlp_traces_endpoint)
         self.api = ApiContext(
             model_name=config.frontend.http.served_model_name or config.model.name,
@@ -133,7 +135,8 @@ class Frontend:
             grammars=GrammarChecker(config.model),
             frontend=config.frontend,
             # traces first: they give a request its trace id
-            observers=tuple(observer for observer in (self._traces, self._log) if observer),
+            observers=tuple(observer for observer in (self._traces, self._log, self._recorder) if observer),
+            recorder=self._recorder,
             ui_trace_url=config.observe.ui_trace_url,
             responses=self._responses,
             among=among,
@@ -200,6 +203,8 @@ class Frontend:
             await asyncio.to_thread(self._traces.close)
         if self._log:
             self._log.close()
+        if self._recorder:
+            self._recorder.close()
 
     async def drain(self) -> None:
         """Finish the requests that run, up to the drain timeout, and admit no others. A frontend that has a successor

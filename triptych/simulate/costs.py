@@ -140,7 +140,7 @@ class ProfiledInstance:
         header = plan.header
         pixels, media_format = 0, "png"
         if isinstance(header, ImageHeader):
-            pixels, media_format = header.width * header.height, header.format
+            pixels, media_format = header.width * header.height, header.format.lower()
         elif isinstance(header, VideoHeader):
             pixels = header.width * header.height * header.frames
         costs = self._profile.preprocess

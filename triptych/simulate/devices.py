@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from blake3 import blake3
 
 from triptych.costs.profile import Stage
 from triptych.engine.cache_rows import DeviceEvent
@@ -137,7 +138,8 @@ class CostPreprocessors:
             patches = plan.parts[number].patches
             self._pace.clock.sleep(self._pace.seconds("preprocess", of_item * patches / plan.patches))
             shape = np.broadcast_to(_NOTHING, (patches, plan.rows_of(number)))
-            yield EncoderInput(shape, (1, 1, patches), f"{data.decode()} {number}", plan.parts[number].tower)
+            name = f"{blake3(data).hexdigest()} {number}"
+            yield EncoderInput(shape, (1, 1, patches), name, plan.parts[number].tower)
 
     def close(self) -> None:
         """Do nothing: there are no processes."""

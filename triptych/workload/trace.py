@@ -3,6 +3,7 @@
 Texts are numbers of tokens. Equal beginnings are seen by the numbers of their blocks, which mean nothing elsewhere.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,7 +19,9 @@ MAX_LINE = 2**20
 """Largest line that is read, in bytes."""
 MAX_TOKENS = 2**24
 
-_Seconds = Annotated[float, Meta(ge=0, le=10**9)]
+_Seconds = Annotated[float, Meta(ge=0, le=10**11)]
+MAX_REQUESTS = 10**6
+"""Most requests of a trace that are read."""
 _Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 _Pixels = Annotated[int, Meta(ge=1, le=2**20)]
 _Name = Annotated[str, Meta(max_length=64)]
@@ -42,7 +45,7 @@ class TraceRequest(Struct, frozen=True, omit_defaults=True):
     """A request."""
 
     at: _Seconds
-    """When it came, in seconds since the trace begins."""
+    """When it came, in seconds: since the epoch where it was recorded, or since the workload begins."""
     text: _Tokens
     """Tokens of the prompt, without those of media."""
     answer: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
@@ -70,9 +73,9 @@ def head_line() -> bytes:
     return _ENCODER.encode(_Head()) + b"\n"
 
 
-def trace_line(request: TraceRequest) -> bytes:
-    """Return a request's line."""
-    return _ENCODER.encode(request) + b"\n"
+def trace_line(request: TraceRequest, *, answer: int = 0) -> bytes:
+    """Return a request's line, with another length of the answer if that is given."""
+    return _ENCODER.encode(msgspec.structs.replace(request, answer=answer) if answer else request) + b"\n"
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
@@ -85,12 +88,16 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
         raise ConfigError(f"{path} can't be written: {error.strerror}") from None
 
 
-def read_trace(path: Path) -> Iterator[TraceRequest]:
-    """Yield a trace's requests, one line at a time. Raises ConfigError, with the line's number, for another file, and
-    for requests that aren't in order."""
+def read_trace(path: Path) -> list[TraceRequest]:
+    """Return a trace's requests by when they came; lines are in the order in which they ended. Raises ConfigError, with
+    the line's number, for another file."""
     try:
         with path.open("rb") as file:
-            yield from _requests(path, iter(lambda: file.readline(MAX_LINE), b""))
+            requests = _requests(path, iter(lambda: file.readline(MAX_LINE), b""))
+            found = list(itertools.islice(requests, MAX_REQUESTS + 1))
+            if len(found) > MAX_REQUESTS:
+                raise ConfigError(f"{path} has more than {MAX_REQUESTS} requests: take a part of it")
+            return sorted(found, key=lambda one: one.at)
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from None
 
@@ -102,17 +109,14 @@ def _requests(path: Path, lines: Iterator[bytes]) -> Iterator[TraceRequest]:
         head = None
     if head is None or head.block_tokens != BLOCK_TOKENS:
         raise ConfigError(f"{path} is no trace: triptych serve --record FILE writes one")
-    last = 0.0
     for number, line in enumerate(lines, start=2):
         if not line.endswith(b"\n"):
             if len(line) < MAX_LINE:
                 return  # the service that wrote it was killed
             raise ConfigError(f"{path}: line {number} is longer than a request can be")
+        if line in (head_line(), b"\n"):
+            continue  # of another frontend, or after a line that the disk had no room for
         try:
-            request = _DECODER.decode(line)
+            yield _DECODER.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{path}: line {number}: {error}") from None
-        if request.at < last:
-            raise ConfigError(f"{path}: line {number} comes before the one above")
-        last = request.at
-        yield request
