@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.checkpoints import make_checkpoint
 from tests.support.harness import FLOAT32
 from tests.support.serving import image, image_part, served, text_part
-from tests.support.checkpoints import make_checkpoint
 from triptych.config import AdmissionConfig, EncodeConfig
 from triptych.encode.runner import EncoderRunner
 from triptych.engine.runner import MediaEmbeddings, Runner, StepOutput
@@ -172,5 +172,5 @@ def test_placements_steps_and_batches_are_those_of_the_product(
     assert found.placements == expected.placements
     assert found.batches == expected.batches
     assert found.steps == expected.steps
-    assert len(expected.batches) >= 4
+    assert len(expected.batches) >= 3
     assert len(expected.steps) > 30

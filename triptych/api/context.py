@@ -86,14 +86,14 @@ class ApiContext:
     frontend: FrontendConfig
     observers: tuple[Observer, ...] = ()
     """Called with the record of every request that has ended."""
-    recorder: TraceRecorder | None = None
-    """Records what is asked; None if nothing does. Also one of the observers."""
     ui_trace_url: str = ""
     """Where the page at ``/ui`` links to a trace, as configured."""
     responses: ResponseStore | None = None
     """None if no responses are stored."""
     among: FrontendNames = ALONE
     """The frontends of the same supervisor."""
+    recorder: TraceRecorder | None = field(init=False)
+    """The one of the observers that records what is asked; None if none does."""
     memory_budget: MemoryBudget = field(init=False)
     pipeline: PipelineView = field(init=False)
     """What the page at ``/ui`` shows of the router."""
@@ -105,6 +105,8 @@ class ApiContext:
     """Runs what would block the event loop: planning of prompts, formatting of log probabilities."""
 
     def __post_init__(self) -> None:
+        recorders = (one for one in self.observers if isinstance(one, TraceRecorder))
+        object.__setattr__(self, "recorder", next(recorders, None))
         object.__setattr__(self, "memory_budget", MemoryBudget(self.frontend.admission.max_inflight_mb * 2**20))
         object.__setattr__(
             self, "pipeline", PipelineView(self.router, self.model_name, self.among, kills=self.frontend.http.ui_kills)

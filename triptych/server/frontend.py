@@ -122,7 +122,6 @@ class Frontend:
             servers=servers,
             clock=clock,
         )
-        self._recorder = TraceRecorder(config.observe.record) if config.observe.record else None
         self._log, self._traces = _open_log(config.observe), _open_traces(config.observe.otlp_traces_endpoint)
         self.api = ApiContext(
             model_name=config.frontend.http.served_model_name or config.model.name,
@@ -135,8 +134,7 @@ class Frontend:
             grammars=GrammarChecker(config.model),
             frontend=config.frontend,
             # traces first: they give a request its trace id
-            observers=tuple(observer for observer in (self._traces, self._log, self._recorder) if observer),
-            recorder=self._recorder,
+            observers=tuple(one for one in (self._traces, self._log, _open_recorder(config.observe)) if one),
             ui_trace_url=config.observe.ui_trace_url,
             responses=self._responses,
             among=among,
@@ -203,8 +201,8 @@ class Frontend:
             await asyncio.to_thread(self._traces.close)
         if self._log:
             self._log.close()
-        if self._recorder:
-            self._recorder.close()
+        if self.api.recorder:
+            self.api.recorder.close()
 
     async def drain(self) -> None:
         """Finish the requests that run, up to the drain timeout, and admit no others. A frontend that has a successor
@@ -394,6 +392,10 @@ def _media_source(config: FrontendConfig) -> MediaSource:
             max_total_bytes=media.max_media_mb * 2**20,
         ),
     )
+
+
+def _open_recorder(observe: ObserveConfig) -> TraceRecorder | None:
+    return TraceRecorder(observe.record) if observe.record else None
 
 
 def _open_log(observe: ObserveConfig) -> RequestLog | None:
