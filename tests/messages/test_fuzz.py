@@ -208,7 +208,9 @@ class Nonsense:
                 return draw.choice(fits)
             case msgspec.inspect.StrType():
                 return draw.choice(self._texts(name))
-            case msgspec.inspect.BytesType():
+            case msgspec.inspect.BytesType(min_length=low, max_length=high):
+                if low is not None and low == high:
+                    return draw.randbytes(low)
                 return draw.choice([b"", draw.randbytes(24), draw.randbytes(48), draw.randbytes(3000), PICTURE])
             case msgspec.inspect.BoolType():
                 return draw.random() < 0.5
