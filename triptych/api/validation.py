@@ -41,7 +41,8 @@ def _invalid(details: Sequence[Any]) -> InvalidRequest:
         param = f"{param}.type"
     match detail["type"]:
         case "json_invalid":
-            message = "the body is not valid JSON"
+            # without the place, which media that were taken out move
+            message = f"the body is not valid JSON: {detail['ctx']['error'].partition(' at line ')[0]}"
         case "extra_forbidden":
             message = f"{named}: unknown or unsupported field"
         case "union_tag_invalid":
