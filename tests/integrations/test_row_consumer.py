@@ -125,6 +125,20 @@ def test_rows_of_another_width_are_refused(gateway: RowGateway) -> None:
         assert not accepted(stopping.consumer, gateway)
 
 
+def test_frontends_whose_rows_differ_cant_share_an_engine(gateway: RowGateway) -> None:
+    """Rows by other weights look the same."""
+    other = RowGateway(ROWS, RowLayout("m", "float32", WIDTH, 4 * WIDTH, weight_dtype="int8"), IDENTITY)
+    try:
+        with closing(Stopping(started(gateway, other))) as stopping:
+            consumer = stopping.consumer
+            wait_for(lambda: min(gateway.beats, other.beats) > 1)
+            wait_for(lambda: accepted(consumer, gateway) or accepted(consumer, other))
+            (first,) = [one for one in (gateway, other) if accepted(consumer, one)]
+            assert fetched(consumer, first, "a").rows is not None
+    finally:
+        other.stop()
+
+
 def test_an_engine_whose_checkpoint_cant_be_read_registers_nowhere(gateway: RowGateway) -> None:
     def identify() -> ModelIdentity:
         raise CheckpointError("no config.json")

@@ -27,7 +27,7 @@ class Tower:
         adapter = resolve(family.adapter)(config)
         self._encoder = adapter.load_encoder(Checkpoint(folder), PlainFormat(torch.float32), torch.device("cpu"))
         width = self._encoder.embedding_width
-        self.layout = RowLayout(self.identity.digest, "float32", width, 4 * width)
+        self.layout = RowLayout(self.identity.digest, "float32", width, 4 * width, weight_dtype="float32")
 
     def plan(self, file: bytes) -> ItemPlan:
         return self._planner.plan(probe_image(file), ItemContext())

@@ -176,9 +176,12 @@ class ConsumerThread:
     def _on_accepted(self, message: RowConsumerAccepted) -> None:
         if message.join not in self._joins:
             return
-        if message.layout is not None and (difference := self._open(message.layout)):
-            self._on_refused(message.join, difference)
-            return
+        if message.layout is not None:
+            others = [one.accepted.layout for one in self._frontends.values() if one.accepted.join != message.join]
+            differences = (one.difference(message.layout) for one in others if one is not None)
+            if difference := next(filter(None, differences), "") or self._open(message.layout):
+                self._on_refused(message.join, difference)
+                return
         if message.frontend not in self._frontends:
             log.info("%s has accepted this engine", message.join)
         self.news.set()  # the frontend may be about to send the engine a request
