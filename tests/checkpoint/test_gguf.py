@@ -4,17 +4,19 @@ by one line."""
 import json
 import random
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from tests.support import gguf_files
 from tests.support.checkpoints import load_adapter
 from tests.support.forward import Pool, Prompt, Running, step
 from tests.support.gguf_files import SIZES, SOURCES, write_gguf
@@ -322,6 +324,19 @@ def test_damaged_files_are_refused_or_read(whole: Path, tmp_path: Path) -> None:
         except CheckpointError as error:
             refused += "\n" not in str(error)
     assert refused > 20
+
+
+def test_a_split_file_is_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that settings follow from, such as the output projection, may be in any part."""
+    monkeypatch.setattr(gguf_files, "GGUFWriter", partial(GGUFWriter, split_max_tensors=9))
+    source = make_tiny(tmp_path / "source", SOURCES["llama"])
+    dense = write_gguf(source, tmp_path / "m.gguf", "llama", F32)
+    first, *others = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(others) > 1
+    ours, theirs = decoders(gguf_folder(first), dense)
+    assert ours.config == theirs.config
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], weight), name
 
 
 def test_a_split_file_needs_all_its_parts(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ of another model or of none are refused by one line."""
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.support.gguf_files import SOURCES as TEXT_SOURCES
 from tests.support.gguf_files import write_gguf
 from tests.support.image_cases import png
 from tests.support.mmproj_files import F32, SOURCES, write_both, write_mmproj
+from tests.support.serving import image_part, served, text_part
 from tests.support.tiny import make_tiny
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.checkpoint.gguf import folder
@@ -24,6 +26,7 @@ from triptych.checkpoint.gguf.file import read_gguf
 from triptych.checkpoint.gguf.folder import gguf_folder
 from triptych.checkpoint.identity import model_identity
 from triptych.checkpoint.reader import Checkpoint
+from triptych.cli import main
 from triptych.cli.flags import model_folder
 from triptych.errors import CheckpointError, ConfigError, MediaNotServed
 from triptych.layers.linear import PlainFormat
@@ -179,6 +182,30 @@ def test_a_file_without_a_template_has_its_projector_s(tmp_path: Path, monkeypat
     assert told == "Be brief. USER: "
     asked = "".join(builder.tokenizer.decode([token]) for token in prompt.tokens[item.placement.end :])
     assert asked == "\nWhat? ASSISTANT: Red.</s>USER: Sure? ASSISTANT:"
+
+
+def test_doctor_finds_towers_in_their_file(gemma: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    _, text, mmproj = gemma
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", str(text), "--mmproj", str(mmproj), "--port", "0"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert re.search(r"gemma3, rows of 64 values", said)
+    assert re.search(r"tensors +│ all \d+ are read", said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
+def test_answers_about_a_picture(tmp_path: Path, family: str) -> None:
+    """They are those of the checkpoint, in one process and with encoding apart."""
+    source, text, mmproj = write_both(family, tmp_path)
+    question = [text_part("What is it?"), image_part(png(Image.effect_noise((90, 70), 60).convert("RGB")))]
+    answers, made = list[str](), gguf_folder(text, mmproj)
+    for place, topology in ((source, "1EPD"), (made, "1EPD"), (made, "1E1PD")):
+        with served(place, topology) as service:
+            answers.append(service.text(question, temperature=0, max_tokens=16))
+    assert answers[0]
+    assert answers[1:] == answers[:1] * 2
 
 
 def test_an_index_cannot_join_what_doesn_t_fit(tmp_path: Path) -> None:
