@@ -22,8 +22,10 @@ from tests.support.serving import image_part, served, text_part
 from tests.support.tiny import make_tiny
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.checkpoint.gguf import folder
+from triptych.checkpoint.gguf.architectures import ARCHITECTURES
 from triptych.checkpoint.gguf.file import read_gguf
 from triptych.checkpoint.gguf.folder import gguf_folder
+from triptych.checkpoint.gguf.projectors import PROJECTORS
 from triptych.checkpoint.identity import model_identity
 from triptych.checkpoint.reader import Checkpoint
 from triptych.cli import main
@@ -149,6 +151,12 @@ def test_damaged_files_of_towers_are_refused_or_read(tmp_path: Path, family: str
         except CheckpointError as error:
             refused += "\n" not in str(error)
     assert refused > 15
+
+
+def test_the_docs_name_what_is_served() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "quantization.md").read_text()
+    assert [name for name in (*ARCHITECTURES, *PROJECTORS) if f"`{name}`" not in page] == []
+    assert {name for by_architecture in PROJECTORS.values() for name in by_architecture} <= ARCHITECTURES.keys()
 
 
 def test_a_file_of_towers_needs_a_gguf_file(gemma: tuple[Path, Path, Path], tmp_path: Path) -> None:
