@@ -1,0 +1,119 @@
+"""A whole service before a real vLLM: ``scripts/test-vllm ENVIRONMENT``."""
+
+import asyncio
+import base64
+import os
+import signal
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ec_vllm import MODEL, VARIABLE, VllmServer, free_port, vllm_server
+from tests.support.image_cases import picture, png
+from tests.support.serving import Served, served, wait_for
+from tests.support.vllm_checkpoints import SHAPES
+
+ENVIRONMENT = Path(os.environ.get(VARIABLE, ""))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} names no environment with vLLM"),
+]
+
+FILES = [png(picture(160 + 40 * number, 200 - 20 * number, number)) for number in range(6)]
+PROMPTS: list[list[str | int]] = [
+    *([f"What is picture {number}?", number] for number in range(6)),
+    *([number, "And this, in one word?"] for number in range(6)),
+    *(["Compare ", number, " with ", number + 1] for number in range(5)),
+    [0, 0, "Twice the same?"],
+    [3, "a", 4, "b", 3],
+    [1, 2, 3, 4, 5, "All of them."],
+    [0, 1, 2, 3, 4, "And these."],
+    ["No picture at all."],
+    ["Nor here. " * 30],
+    [5],
+]
+"""Texts, and numbers of files."""
+
+
+def body(prompt: Sequence[str | int], **more: Any) -> dict[str, Any]:
+    parts = [text(one) if isinstance(one, str) else pixels(FILES[one]) for one in prompt]
+    settings = {"max_tokens": 16, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return {"model": MODEL, "messages": [{"role": "user", "content": parts}]} | settings | more
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def pixels(file: bytes) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(file).decode()}}
+
+
+def tokens(answer: Any) -> list[int]:
+    return list(answer["choices"][0]["token_ids"])
+
+
+def answers(service: Served) -> list[list[int]]:
+    """Of all prompts, asked for at once."""
+
+    def ask(prompt: Sequence[str | int]) -> list[int]:
+        with service.client() as client:
+            response = client.post("/v1/chat/completions", json=body(prompt), timeout=300)
+        assert response.status_code == 200, response.text
+        return tokens(response.json())
+
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        return list(threads.map(ask, PROMPTS))
+
+
+def serving(service: Served) -> bool:
+    return any(one.state == "serving" for one in service.running.frontend.router.servers or ())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_answers_are_those_of_vllm_alone(shape: str, tmp_path: Path) -> None:
+    """With rows in requests, then with a connector that asks for them: also while an encode instance ends, and until
+    vLLM is killed."""
+    folder = SHAPES[shape](tmp_path / shape)
+    settings: dict[str, Any] = {"served_model_name": MODEL, "restart_hold": 2.0}
+    with vllm_server(ENVIRONMENT, folder, tmp_path / "alone.log", "--enable-mm-embeds") as alone:
+        expected = [tokens(alone.post(body(prompt))[1]) for prompt in PROMPTS]
+        assert len({tuple(one) for one in expected[:6]}) == 6
+        with served(folder, "1E", servers=f"vllm=http://127.0.0.1:{alone.port}", **settings) as service:
+            wait_for(lambda: serving(service))
+            assert answers(service) == expected
+            service.settle()
+    port = free_port()
+    flags = [] if shape == "llava" else ["--language-model-only"]
+    with served(folder, "2E", servers=f"vllm-ec=http://127.0.0.1:{port}", **settings) as service:
+        connector = {"frontends": [service.running.frontend.control], "pool_mb": 1}
+        log = tmp_path / "connector.log"
+        with vllm_server(ENVIRONMENT, folder, log, *flags, connector=connector, port=port) as server:
+            wait_for(lambda: serving(service))
+            service.encoder.delay = 0.05
+            with ThreadPoolExecutor(1) as threads:
+                found = threads.submit(answers, service)
+                assert service.encoder.entered.wait(60)
+                first = service.running.frontend.router.membership.encode_instances()[0]
+                asyncio.run_coroutine_threadsafe(service.running.end(first.name), service.loop).result(60)
+                assert found.result() == expected
+            killed(service, server)
+
+
+def killed(service: Served, server: VllmServer) -> None:
+    """Requests that vLLM has when it is killed wait for it, and end."""
+
+    def ask(number: int) -> int:
+        with service.client() as client:
+            request = body([number % 6, f"{number}"], max_tokens=2000)
+            return client.post("/v1/chat/completions", json=request, timeout=300).status_code
+
+    with ThreadPoolExecutor(16) as threads:
+        waiting = [threads.submit(ask, number) for number in range(16)]
+        wait_for(lambda: sum(one.running for one in service.running.frontend.router.servers or ()) == 16)
+        os.killpg(server.process.pid, signal.SIGKILL)
+        assert {one.result() for one in waiting} == {503}
+    wait_for(lambda: not service.running.frontend.router.num_requests)
