@@ -23,10 +23,10 @@ pytestmark = [
 ]
 
 FILES = [png(picture(160 + 40 * number, 200 - 20 * number, number)) for number in range(6)]
-PROMPTS: list[list[str | int]] = [
-    *([f"What is picture {number}?", number] for number in range(6)),
-    *([number, "And this, in one word?"] for number in range(6)),
-    *(["Compare ", number, " with ", number + 1] for number in range(5)),
+PROMPTS: list[Sequence[str | int]] = [
+    *((f"What is picture {number}?", number) for number in range(6)),
+    *((number, "And this, in one word?") for number in range(6)),
+    *(("Compare ", number, " with ", number + 1) for number in range(5)),
     [0, 0, "Twice the same?"],
     [3, "a", 4, "b", 3],
     [1, 2, 3, 4, 5, "All of them."],

@@ -40,7 +40,7 @@ _LONGEST_ESCAPE = len(r"\u0041")
 _INLINE = re.compile(r"\s*(?:data:[^,]{0,256};\s*base64\s*,|[A-Za-z0-9+/_=\r\n-]{64})", re.IGNORECASE)
 """How the text of a string with inline media begins: as a base64 ``data:`` URL, or as base64 alone."""
 _ROOTS = frozenset({"messages", "input", "system"})
-_KEYS = frozenset({"url", "image_url", "video_url", "audio_url", "image", "video", "audio", "data"})
+_KEYS = frozenset({"url", "image_url", "video_url", "audio_url", "image", "video", "audio", "data", "image_embeds"})
 """Where media are: within the first, and directly, or in a list, behind one of the second."""
 
 

@@ -18,7 +18,7 @@ from triptych.api.fields import MAX_TIMEOUT, Name
 from triptych.api.generation import RequestContext, check_model
 from triptych.api.media_parts import media_parts
 from triptych.api.plan import media_item
-from triptych.api.schemas import ConversationFields
+from triptych.api.schemas import ConversationFields, ImageRowsPart
 from triptych.errors import InvalidRequest
 from triptych.messages.rows import RowLayout
 from triptych.prompt.prompt import PlannedItem, PlannedPrompt
@@ -69,8 +69,10 @@ class EncodedMedia:
 async def encode(api: ApiContext, request: MediaFields, context: RequestContext) -> EncodedMedia:
     """Have the media of a request encoded. Cancels that if it is cancelled. Raises RequestError and ServiceError."""
     check_model(api, request.model)
-    if not media_parts(request.messages):
+    if not (parts := media_parts(request.messages)):
         raise InvalidRequest("the messages have no media to encode", "messages")
+    if any(isinstance(part, ImageRowsPart) for part in parts.values()):
+        raise InvalidRequest("the messages have embeddings already", "messages")
     context = context.with_timeout(request.timeout)
     priority = request.priority or 0
     with api.lifecycle.preparing(

@@ -9,6 +9,7 @@ import msgspec
 
 from triptych.api.context import ApiContext
 from triptych.api.generation import RequestContext
+from triptych.api.given_rows import ROWS_FIELD, given_rows
 from triptych.api.schemas import (
     FRAMES_PER_SECOND,
     AudioPart,
@@ -17,6 +18,7 @@ from triptych.api.schemas import (
     ChatMessage,
     FramesPart,
     ImagePart,
+    ImageRowsPart,
     ImageURL,
     InputAudio,
     InputAudioPart,
@@ -48,9 +50,10 @@ SHARED_OPTIONS = (AREA_OPTIONS | SIZE_OPTIONS | FRAME_OPTIONS | AUDIO_IN_VIDEO).
 LOW_DETAIL_PIXELS = 512 * 512
 """Maximum area of an image with ``detail: low``, as in OpenAI's API."""
 
-RequestPart = UuidPart | FramesPart
+RequestPart = UuidPart | FramesPart | ImageRowsPart
 MODALITIES: dict[type[RequestPart], Modality] = {
     ImagePart: "image",
+    ImageRowsPart: "image",
     VideoPart: "video",
     FramesPart: "video",
     AudioPart: "audio",
@@ -153,6 +156,8 @@ async def fetch_all(
 async def _fetch_part(
     api: ApiContext, place: PartIndex, part: RequestPart, settings: MediaSettings, context: RequestContext
 ) -> MediaPart:
+    if isinstance(part, ImageRowsPart):
+        return await given_rows(api, media_param(*place, ROWS_FIELD), part, context)
     if isinstance(part, FramesPart):
         data = await _fetch_frames(place, part, context)
     else:

@@ -39,6 +39,7 @@ from triptych.prompt.media import MAX_FRAMES
 LEGACY_CALL_ID = "call"
 """The id of what ``function_call`` calls, and of the result of a message with the role ``function``."""
 MAX_MESSAGES = 4096
+MAX_GRID = 2**16
 MAX_PARTS = 4096
 FRAMES_PER_SECOND = 2.0
 """Rate of a list of frames that names none."""
@@ -91,6 +92,23 @@ class ImagePart(StrictModel):
     image_url: Annotated[ImageURL | None, EMPTY_IS_NULL]
     uuid: Name | None = None
     """Caches the image under this name for the same API key; later requests may then send ``image_url: null``."""
+
+
+class ImageRows(StrictModel):
+    rules = field_table.MEDIA
+    image_embeds: str
+    """Rows as ``/v1/encode`` gives them: a NumPy file in base64, float32 or float16 of shape (tokens, width)."""
+    image_grid_thw: list[Annotated[int, Field(ge=1, le=MAX_GRID)]] = Field(min_length=3, max_length=3)
+
+
+class ImageRowsPart(StrictModel):
+    """An image's embedding in place of the image, in vLLM's form. Only with ``--enable-mm-embeds``."""
+
+    rules = field_table.PART
+    type: Literal["image_embeds"]
+    image_embeds: ImageRows
+    uuid: Name | None = None
+    """Has no effect: equal rows have equal keys."""
 
 
 class VideoURL(StrictModel):
@@ -184,7 +202,17 @@ class ThinkingPart(StrictModel):
 
 
 TextualPart = TextPart | RefusalPart | ThinkingPart
-Part = TextPart | RefusalPart | ImagePart | VideoPart | FramesPart | AudioPart | InputAudioPart | ThinkingPart
+Part = (
+    TextPart
+    | RefusalPart
+    | ImagePart
+    | ImageRowsPart
+    | VideoPart
+    | FramesPart
+    | AudioPart
+    | InputAudioPart
+    | ThinkingPart
+)
 SentPart = Annotated[Annotated[Part, Field(discriminator="type")], BeforeValidator(chat_part)]
 UuidPart = ImagePart | VideoPart | AudioPart | InputAudioPart
 """Parts whose media may be null when they have a uuid."""

@@ -46,7 +46,6 @@ _TABLE = {
     "chunked_prefill_size batch_size b ubatch_size ub max_prefill_tokens max_num_partial_prefills": "use "
     "--max-num-batched-tokens: decodes first, then prefill chunks",
     "enable_chunked_prefill cont_batching cb enable_mixed_chunk async_scheduling jinja": _ALWAYS,
-    "enable_mm_embeds": "prompts take media, not their embeddings, which /v1/encode gives: leave it out",
     "enable_auto_tool_choice": "tools are taken whenever a request has some: leave it out",
     "scheduling_policy schedule_policy schedule_conservativeness": "capacity is shared by work served per client, and "
     "requests have a priority: leave it out",

@@ -27,6 +27,11 @@ class MediaConfig(Settings):
         also=("limit_mm_data_per_request",),
         common=True,
     )
+    enable_mm_embeds: bool = setting(
+        False,
+        "take embeddings in place of images in chats, as /v1/encode gives them. These decide what the model sees, "
+        "so clients should be trusted ones",
+    )
     max_file_mb: int = setting(64, "largest file of one item, in MiB", ge=1, le=MAX_FILE_MB)
     max_image_pixels: int = setting(
         MAX_IMAGE_PIXELS,

@@ -19,6 +19,7 @@ from triptych.errors import (
     InternalError,
     InvalidRequest,
     MediaError,
+    MediaMismatch,
     MediaNotServed,
     PromptTooLong,
     UnsupportedMedia,
@@ -27,6 +28,7 @@ from triptych.messages.identity import ModelIdentity, update_with_length
 from triptych.models.backbones.rope import short_length
 from triptych.models.base import MediaToken, Planner, Positions
 from triptych.models.registry import family_of, identity_of, resolve
+from triptych.models.shared.planner import GIVEN, PatchPlanner
 from triptych.models.shared.settings import text_section
 from triptych.prompt.caps import MediaBudget, MediaCaps
 from triptych.prompt.fitting import Fitter, name_message, place_of
@@ -43,6 +45,7 @@ from triptych.types import (
     MODEL_SAMPLING,
     MODEL_SIZE,
     FrameSampling,
+    ImageHeader,
     ItemContext,
     ItemPlan,
     MediaHeader,
@@ -75,6 +78,10 @@ class MediaPart(TypedDict):
     """Which frames of a video are used."""
     use_audio: NotRequired[bool]
     """Whether a video's audio track is used."""
+    grid: NotRequired[tuple[int, int, int]]
+    """The data are an image's rows, and these its patches in time, rows and columns."""
+    num_rows: NotRequired[int]
+    """How many rows the data are."""
 
 
 PROBES: dict[str, Callable[[bytes], MediaHeader]] = {"image": probe_image, "video": probe_video, "audio": probe_audio}
@@ -96,6 +103,11 @@ class PlannedItem:
     """The request's field that it came from, for errors found later."""
     number: int
     """Its place among the request's items, from 0."""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether ``data`` are its rows, which needn't be encoded."""
+        return isinstance(self.plan.header, ImageHeader) and self.plan.header.format == GIVEN
 
 
 @dataclass(frozen=True)
@@ -406,6 +418,8 @@ class PromptBuilder:
         self.check_takes_media()
         if modality not in self.modalities:
             raise UnsupportedMedia(f"the model takes no {PLURALS[modality]}")
+        if (grid := part.get("grid")) is not None:
+            return self._plan_rows(grid, part["num_rows"], counted), ""
         header = PROBES[modality](part["data"])
         counted.add_header(header)
         audio_track = probe_audio_track(part["data"]) if part.get("use_audio") else None
@@ -424,6 +438,16 @@ class PromptBuilder:
         plan = self.planner.plan(header, context)
         counted.add_plan(plan)
         return plan, self.planner.label(plan, context)
+
+    def _plan_rows(self, grid: tuple[int, int, int], num_rows: int, counted: MediaBudget) -> ItemPlan:
+        """Return the plan of an image whose rows are given."""
+        if not isinstance(self.planner, PatchPlanner):
+            raise UnsupportedMedia("the model takes no embeddings")
+        plan = self.planner.plan_rows(grid)
+        counted.add_plan(plan)
+        if plan.rows != num_rows:
+            raise MediaMismatch(f"{num_rows} rows, and the grid has {plan.rows}")
+        return plan
 
     def _lora(self, plans: Sequence[ItemPlan]) -> str:
         """Return the name of the LoRA of a request with these items; empty: none."""

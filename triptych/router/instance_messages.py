@@ -31,6 +31,7 @@ from triptych.messages.work import (
 from triptych.observe.events import EventLog
 from triptych.observe.metrics import Metrics
 from triptych.router.availability import Availability
+from triptych.router.given_rows import GivenRows
 from triptych.router.instance import Instance
 from triptych.router.lifecycle import RequestLifecycle
 from triptych.router.membership import Membership, has_new_role, is_before, is_same
@@ -58,6 +59,7 @@ class InstanceMessages:
         availability: Availability,
         role_changes: RoleChanges,
         consumers: RowConsumers,
+        given: GivenRows,
         identity: ModelIdentity,
         config: LeaseConfig,
         address: Address,
@@ -76,6 +78,7 @@ class InstanceMessages:
         self._availability = availability
         self._role_changes = role_changes
         self._consumers = consumers
+        self._given = given
         self._identity = identity
         self._config = config
         self._address = address
@@ -244,6 +247,7 @@ class InstanceMessages:
         self._membership.remove(instance, self._clock.now())
         self._role_changes.lost(instance, why)
         self._encodes.consumer_lost(instance.address)
+        self._given.consumer_lost(instance.address)
         transfers, encoding = self._encodes.instance_lost(instance)
         affected = {state.id: state for state in self._requests.at(instance)}
         affected |= {one: state for one in encoding if (state := self._requests.get(one))}

@@ -6,12 +6,13 @@ from typing import Any
 
 from triptych.clock import Clock
 from triptych.config import AdmissionConfig, LeaseConfig
-from triptych.errors import DeadlineExceeded, TriptychError
+from triptych.errors import DeadlineExceeded, TriptychError, Unavailable
 from triptych.gateway.server_metrics import ServerCollector
 from triptych.gateway.servers import Servers
 from triptych.job_faults import Culprit
 from triptych.messages.codec import Message, Send
 from triptych.messages.identity import ModelIdentity
+from triptych.messages.rows import Abort, Done, Grant, RowMessage
 from triptych.messages.work import (
     Cancel,
     Encoded,
@@ -29,6 +30,7 @@ from triptych.router.auto_roles import AutoRoles
 from triptych.router.availability import Availability
 from triptych.router.debug import RouterState
 from triptych.router.encode_dispatcher import EncodeTask
+from triptych.router.given_rows import GivenRows, OpenSender
 from triptych.router.instance_messages import InstanceMessages
 from triptych.router.instance_metrics import InstanceCollector, RestartCollector, TopologyCollector
 from triptych.router.lifecycle import RequestLifecycle
@@ -60,13 +62,14 @@ class Router:
         lease: LeaseConfig,
         expects_encoders: bool = True,
         open_collector: OpenCollector | None = None,
+        open_sender: OpenSender | None = None,
         servers: Servers | None = None,
         clock: Clock,
     ) -> None:
         """``address`` is this frontend's own, where instances answer. ``disconnect`` closes the connection to an
         address. ``identity`` is that of the served model. ``expects_encoders`` is False for a topology without encode
-        instances, which serves text only. ``open_collector`` is called once rows are an answer; None if
-        they never are. ``servers`` answer in place of language instances; None if instances do."""
+        instances, which serves text only. ``open_collector`` is called once rows are an answer, ``open_sender`` once
+        requests bring rows; None if they never do. ``servers`` answer in place of language instances, unless None."""
         self.servers = servers
         self.membership = Membership(lease.lease_expiry, admission.restart_hold)
         self.metrics = Metrics()
@@ -77,14 +80,13 @@ class Router:
         self.availability = Availability(
             self.membership, expects_encoders=expects_encoders, servers=servers, clock=clock
         )
-        self._address = address
-        self._send = send
-        self._disconnect = disconnect
+        self._address, self._send, self._disconnect = address, send, disconnect
         self.clock = clock
         self.last_token = float("-inf")
         """When an instance last produced a token, by the router's clock."""
         self.last_encoded = float("-inf")
         """When an instance last encoded an item, by the router's clock."""
+        self.given = GivenRows(address=address, open_sender=open_sender, notify=self._notify)
         self._rows = RowRequests(
             address=address, open_collector=open_collector, notify=self._notify, ask=self._on_encode_needed, clock=clock
         )
@@ -149,6 +151,7 @@ class Router:
             availability=self.availability,
             role_changes=self._role_changes,
             consumers=self.consumers,
+            given=self.given,
             identity=identity,
             config=lease,
             address=self._address,
@@ -177,7 +180,8 @@ class Router:
             EncodeFailed: self._on_encode_failed,
             Tokens: self._on_tokens,
             Failed: self._on_failed,
-            **dict.fromkeys(self._rows.handled, self._rows.handle),
+            **dict.fromkeys(self._rows.handled, self._on_row_message),
+            Grant: self.given.on_grant,
         }
         return of_requests | instances.handlers() | operators.handlers(), instances
 
@@ -203,6 +207,7 @@ class Router:
     def close(self) -> None:
         """Release the memory that rows arrive in. No message may follow."""
         self._rows.close()
+        self.given.close()
 
     @property
     def control(self) -> str:
@@ -236,6 +241,7 @@ class Router:
 
     def _settle(self, *, time_passed: bool = False) -> None:
         """Have everything that waits go on as far as it can, and say what has become of lost instances' requests."""
+        self.given.advance()
         for state, failure in self._rows.advance():
             if failure is None:
                 self._encodes.all_landed(state)
@@ -262,9 +268,22 @@ class Router:
             self._cancel_at(message.consumer, Cancel(message.request, message.prefill))
             return
         tasks = [task for needed in message.items if (task := self._task(state, message, needed)) is not None]
+        try:
+            for task in tasks:
+                if task.item.is_given:
+                    self.given.give(task, self.lifecycle.media_layout, self.clock.now())
+        except Unavailable as error:
+            self._transitions.fail(state, error)
+            return
+        tasks = [task for task in tasks if not task.item.is_given]
         for _ in range(self._encodes.enqueue(tasks)):
             self.metrics.reencoded()
         self._transitions.update_phase(state)
+
+    def _on_row_message(self, message: RowMessage) -> None:
+        """A message about rows that this frontend collects or sends."""
+        if not (isinstance(message, Done | Abort) and self.given.takes(message)):
+            self._rows.handle(message)
 
     def _task(self, state: RequestState, message: EncodeNeeded, needed: MissingItem) -> EncodeTask | None:
         """Return what is to be encoded of an item; None if the language instance is wrong about the request."""

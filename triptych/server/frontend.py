@@ -45,6 +45,7 @@ from triptych.server.http_server import HttpServer
 from triptych.server.http_socket import listen, url_of
 from triptych.transfer.collector import RowCollector
 from triptych.transfer.fabrics.opening import open_fabrics
+from triptych.transfer.sender import Sender
 from triptych.types import Address
 
 if TYPE_CHECKING:
@@ -101,8 +102,7 @@ class Frontend:
         self._supervised = listener is not None
         self._awaits_instances, self._config = awaits_instances, config
         self._takes_over, self._taken = [endpoint_of(one) for one in takes_over], list[Address]()
-        builder = _prompt_builder(config)
-        clock = SystemClock()
+        builder, clock = _prompt_builder(config), SystemClock()
         servers = _language_servers(config, builder, clock)
         config.frontend.tls.check_files()
         self._media = _media_source(config.frontend)
@@ -119,6 +119,7 @@ class Frontend:
             lease=config.lease,
             expects_encoders=expects_encoders and family_of(load_config(config.model)).takes_media,
             open_collector=partial(_open_collector, config, self.channel.address, clock),
+            open_sender=partial(_open_sender, config, self.channel.address, clock),
             servers=servers,
             clock=clock,
         )
@@ -340,6 +341,12 @@ def _open_collector(config: ServeConfig, address: Address, clock: Clock, layout:
         for fabric in fabrics:
             fabric.close()
         raise
+
+
+def _open_sender(config: ServeConfig, address: Address, clock: Clock, send: Send) -> Sender:
+    """Return this frontend's producer of rows, as ``OpenSender``."""
+    fabrics = open_fabrics(config.transfer, config.cluster.cluster_host, clock)
+    return Sender({fabric.name: fabric for fabric in fabrics}, address, send, clock=clock)
 
 
 def _language_servers(config: ServeConfig, builder: PromptBuilder, clock: Clock) -> Servers | None:

@@ -12,6 +12,7 @@ from triptych.models.shared.mrope import MediaPositions, grid_positions, mrope_p
 from triptych.models.shared.settings import setting
 from triptych.models.shared.video import VideoGeometry, VideoSampling, sampled_frames
 from triptych.types import (
+    MODEL_BOUNDS,
     MODEL_SAMPLING,
     MODEL_SIZE,
     NO_CONTEXT,
@@ -61,6 +62,10 @@ class VisionCostModel:
         """
         attended = (1 - self.windowed_share) * patches + self.windowed_share * min(patches, self.window)
         return patches * (1 + 2 * self.hidden_size * attended / self.linear)
+
+
+GIVEN = "rows"
+"""The format of a header that stands for an image whose rows are given."""
 
 
 def check_source_size(kind: str, width: int, height: int, max_pixels: int = MAX_SOURCE_PIXELS) -> None:
@@ -191,6 +196,19 @@ class PatchPlanner:
             plan = self._plan_video(header, self._bounds(context, "video"), context.sampling)
             return self._with_sound(plan, context.sound) if context.sound else plan
         return self._plan_image(header, self._bounds(context, "image"))
+
+    def plan_rows(self, grid: tuple[int, int, int]) -> ItemPlan:
+        """Plan an image whose rows are given, by its patches in time, rows and columns. Raises BadMediaSize for a grid
+        that no image has."""
+        in_time, rows, columns = grid
+        size, merge = self._geometry.patch_size, self._geometry.merge_size
+        if in_time != 1 or rows % merge or columns % merge:
+            raise BadMediaSize(f"no image has the grid {in_time} × {rows} × {columns}")
+        header = ImageHeader(GIVEN, columns * size, rows * size)
+        check_source_size("image", header.width, header.height, self._max_source_pixels)
+        check_aspect_ratio(header.width, header.height)
+        resized = (header.height, header.width)
+        return patches_plan("image", header, resized, self._geometry, self._cost_model, bounds=MODEL_BOUNDS)
 
     def _bounds(self, context: ItemContext, modality: str) -> PixelBounds:
         """Return the bounds of an item's area that a request asks for."""
