@@ -17,8 +17,9 @@ from triptych.encode.store import EmbeddingRows, Found, part_name, row_name
 from triptych.errors import ErrorKind, HelperFailed, InstanceBroken
 from triptych.job_faults import MAX_IN_A_ROW, Culprit
 from triptych.layers.torch_device import TorchDevice
+from triptych.messages.identity import kept_name
 from triptych.messages.rows import Abort, Done, Offer, TransferSide
-from triptych.messages.stats import CacheTier, InstanceStats
+from triptych.messages.stats import LATEST_PARTS, CacheTier, InstanceStats
 from triptych.messages.work import (
     MEDIA_PIECE_BYTES,
     Encode,
@@ -63,8 +64,23 @@ def test_a_file_is_fetched_once_and_never_for_rows_in_the_cache(harness: EncodeH
     harness.loop.add_stats(stats)
     assert stats.encode is not None
     assert stats.encode.fetched_bytes == 3
+    assert [part.name for part in stats.encode.latest] == [kept_name("key", "", 0)]
     harness.encode("salted", cache_salt="other")
     assert harness.answer() == [(A, "salted")]
+
+
+def test_heartbeats_name_the_latest_parts(harness: EncodeHarness) -> None:
+    for number in range(LATEST_PARTS + 3):
+        harness.encode(f"{number}", key=f"{max(number, 1)}")
+        harness.answer()
+        harness.until(lambda: harness.loop.idle)
+    harness.encode("again", key="5")
+    harness.until(lambda: harness.loop.idle)
+    harness.loop.add_stats(stats := InstanceStats())
+    assert stats.encode is not None
+    numbers = [*(n for n in range(3, LATEST_PARTS + 3) if n != 5), 5]
+    assert [part.name for part in stats.encode.latest] == [kept_name(f"{n}", "", 0) for n in numbers]
+    assert len({part.bytes for part in stats.encode.latest} - {0}) == 1
 
 
 def test_what_is_said_of_an_item_names_the_attempt(harness: EncodeHarness) -> None:

@@ -218,8 +218,8 @@ class Nonsense:
                 return None
             case msgspec.inspect.EnumType(cls=cls):
                 return draw.choice(list(cls))
-            case msgspec.inspect.ListType(item_type=item):
-                return [self._value(item) for _ in range(draw.choice([0, 1, 2, 100]))]
+            case msgspec.inspect.ListType(item_type=item, max_length=most):
+                return [self._value(item) for _ in range(draw.choice([0, 1, 2, min(100, most or 100)]))]
             case msgspec.inspect.VarTupleType(item_type=item):
                 return tuple(self._value(item) for _ in range(draw.choice([0, 1, 2, 100])))
             case msgspec.inspect.DictType(key_type=key, value_type=value):

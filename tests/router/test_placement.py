@@ -14,8 +14,9 @@ from triptych.config import AdmissionConfig
 from triptych.config.admission import PLACEMENTS
 from triptych.errors import ErrorKind
 from triptych.messages.codec import Message
+from triptych.messages.identity import kept_name
 from triptych.messages.operations import SetRole
-from triptych.messages.stats import CacheTier
+from triptych.messages.stats import CacheTier, EncodeStats, InstanceStats, KeptPart
 from triptych.messages.work import (
     ENCODE_BATCHES_AHEAD,
     LONG_ITEMS,
@@ -26,6 +27,7 @@ from triptych.messages.work import (
     EncodeFailed,
     EncodeNeeded,
     Generate,
+    Heartbeat,
     MissingItem,
     Prefill,
     PrefillNeeded,
@@ -518,6 +520,17 @@ def test_a_tier_that_outlives_the_instance_makes_it_a_holder() -> None:
     holder = encoding.warm("a" * 64)
     encoding.fill(holder)
     assert encoding.at(encoding.need("a" * 64)) == holder
+
+
+def test_heartbeats_say_what_other_frontends_had_encoded() -> None:
+    usual = Encoding().warm("a" * 64)
+    for salt, holder in (("", other_of(usual)), ("another", usual)):
+        encoding = Encoding()
+        stats = InstanceStats(EncodeStats(0, 0, 0, 0, 0, 0, CACHE))
+        assert stats.encode is not None
+        stats.encode.latest = [KeptPart(kept_name("a" * 64, salt, 0), 1)]
+        encoding.harness.router.handle(Heartbeat(other_of(usual), stats))
+        assert encoding.at(encoding.need("a" * 64)) == holder
 
 
 def test_a_popular_item_leaves_the_others_to_the_other_instance() -> None:

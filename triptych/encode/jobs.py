@@ -35,6 +35,8 @@ class EncodeJob:
     """Bytes of its file."""
     client: str = ""
     cache_salt: str = ""
+    item: str = ""
+    """The item's own key (``Encode.key``)."""
     long: bool = False
     """Whether the item is preprocessed in several time slices."""
     transfers: dict[TransferId, Requester] = field(default_factory=dict)

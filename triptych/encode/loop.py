@@ -6,6 +6,7 @@ Items are processed part by part: a long item's first rows are sent before its l
 import functools
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from triptych.errors import DeadlineExceeded, ErrorKind, InternalError, PlanMism
 from triptych.executor import StartExecutor
 from triptych.job_faults import Culprit, FailureRow, culprit_of
 from triptych.messages.codec import Send
+from triptych.messages.identity import kept_name
 from triptych.messages.rows import RowLayout
-from triptych.messages.stats import EncodeStats, InstanceStats
+from triptych.messages.stats import LATEST_PARTS, EncodeStats, InstanceStats, KeptPart
 from triptych.messages.work import Encode, Encoded, EncodeFailed, HandBack, MediaBytes, MediaGone, PeerLost
 from triptych.models.base import EncoderInput
 from triptych.observe.timeline import Interval
@@ -111,6 +113,8 @@ class EncodeLoop:
         self._batch_began = 0.0
         self._tower = TowerCounters()
         self._failures = FailureRow()
+        self._latest: OrderedDict[bytes, int] = OrderedDict()
+        """Names of the parts that were asked for last, and the bytes of their rows; the oldest first."""
 
     context_length = 0
 
@@ -197,6 +201,7 @@ class EncodeLoop:
             cost=self._tower.cost,
             tower_seconds=self._tower.seconds,
             tiers=self.store.tiers,
+            latest=[KeptPart(name, num_bytes) for name, num_bytes in self._latest.items()],
         )
 
     def close(self) -> None:
@@ -247,6 +252,7 @@ class EncodeLoop:
             size=message.size,
             client=message.client,
             cache_salt=message.cache_salt,
+            item=message.key,
             long=message.plan.is_time_sliced(self._scheduler.max_patches),
         )
 
@@ -432,10 +438,17 @@ class EncodeLoop:
             self._fail(job, PlanMismatch(f"the encoder made {len(rows)} rows for {planned}"))
             return
         job.rows[number] = rows
+        self._note_latest(kept_name(job.item, job.cache_salt, number), rows.nbytes)
         for transfer, requester in list(job.transfers.items()):  # a transfer that ends here is removed from them
             self._provide(transfer, _pieces(job, number, rows, requester.rows))
         if job.all_encoded and self._scheduler.is_active(job):
             self._finish(job)
+
+    def _note_latest(self, name: bytes, num_bytes: int) -> None:
+        self._latest[name] = num_bytes
+        self._latest.move_to_end(name)
+        if len(self._latest) > LATEST_PARTS:
+            self._latest.popitem(last=False)
 
     def _provide(self, transfer: TransferId, pieces: Iterable[tuple[int, EmbeddingRows]]) -> None:
         for first_row, rows in pieces:

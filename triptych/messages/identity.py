@@ -40,3 +40,12 @@ def update_with_length(digest: blake3, field: bytes) -> None:
     """Hash a field after its length (eight bytes, little-endian), so that no two lists of fields hash alike."""
     digest.update(len(field).to_bytes(8, "little"))
     digest.update(field)
+
+
+def kept_name(key: str, salt: str, part: int) -> bytes:
+    """Return the name, of 16 bytes, by which frontends and encode instances speak of the rows of an item's part: by the
+    item's key, the ``cache_salt`` and the part's number."""
+    digest = blake3()
+    for field in (key, salt, str(part)):
+        update_with_length(digest, field.encode())
+    return digest.digest(16)

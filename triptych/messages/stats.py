@@ -89,6 +89,19 @@ class CacheTier(Struct):
     """Size that it may have; 0 if unknown."""
 
 
+LATEST_PARTS = 64
+"""Parts that a heartbeat names: about what an instance encodes between two."""
+
+
+class KeptPart(Struct, frozen=True, array_like=True):
+    """A part in an encoder cache."""
+
+    name: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    """See ``kept_name``."""
+    bytes: Count
+    """Size of its rows."""
+
+
 class EncodeStats(Struct):
     """Statistics of an encode loop and its encoder cache."""
 
@@ -116,6 +129,8 @@ class EncodeStats(Struct):
     """Seconds for which batches were in the tower, or waited for the compute thread."""
     tiers: list[CacheTier] = []
     """Tiers of the encoder cache, in the order in which they are tried."""
+    latest: Annotated[list[KeptPart], Meta(max_length=LATEST_PARTS)] = []
+    """Parts that it was asked for last, and keeps if it can; the oldest first. For frontends that didn't ask."""
 
 
 class PageUsage(Struct, frozen=True):

@@ -1,7 +1,8 @@
-"""What this frontend knows of the instances' caches, from the work that it gave them. Holds no socket.
+"""What this frontend knows of the instances' caches, from the work that it gave them, and of encoder caches from their
+heartbeats. Holds no socket.
 
 An instance that has left holds nothing, since its lease is gone; one that restarts gets a new lease. What instances
-evict, or other frontends put there, is not known: a wrong guess costs work, never a wrong answer.
+evict is not known: a wrong guess costs work, never a wrong answer.
 """
 
 from array import array
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from blake3 import blake3
+
+from triptych.messages.identity import kept_name
 
 if TYPE_CHECKING:  # instances have leases, too, and prepare no prompts
     from triptych.prompt.prompt import PlannedItem
@@ -27,17 +30,18 @@ SHARED_BY = 4
 L = TypeVar("L")
 
 
-PartName = tuple[str, str, int]
-"""Names the rows of an item's part at any encode instance: the item's key, the ``cache_salt`` and the part's number."""
+PartName = bytes
+"""Names the rows of an item's part at any encode instance (``kept_name``)."""
 
 
 def part_names(key: str, salt: str, parts: Iterable[int]) -> list[PartName]:
     """Return the names of some parts of an item."""
-    return [(key, salt, number) for number in parts]
+    return [kept_name(key, salt, number) for number in parts]
 
 
 class EncodedItems:
-    """Parts in one instance's encoder cache: those that it was given and didn't fail, least recently used evicted.
+    """Parts in one instance's encoder cache: those that it was given and didn't fail, or has said that it keeps. Least
+    recently used ones are evicted.
 
     Names determine a part's rows."""
 

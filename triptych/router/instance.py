@@ -182,6 +182,13 @@ class Instance:
             return 0
         return max([stats.cache_max_bytes, *(tier.max_bytes for tier in stats.tiers)])
 
+    def note_kept(self) -> None:
+        """Note the parts that its last heartbeat says it keeps."""
+        if (stats := self.stats.encode) is not None:
+            for part in stats.latest:
+                self.encoded.add(part.name, max(part.bytes, self.media_row_bytes), self.encode_cache_bytes)
+            stats.latest = []  # statistics are remembered for a minute
+
     @property
     def media_row_bytes(self) -> int:
         """Bytes of one embedding row; 0 if it neither sends nor receives any."""

@@ -168,6 +168,7 @@ class InstanceMessages:
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
         if (instance := self._membership.refresh(message, self._clock.now())) is not None:
+            self._lifecycle.note_kept(instance)
             self._notify(instance.address, HeartbeatReceived(self._address, self._lifecycle.demand(instance)))
             self._name_finishing(instance.address)
         else:

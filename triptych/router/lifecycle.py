@@ -345,6 +345,11 @@ class RequestLifecycle:
         requests = account.num(WorkKind.READY) + account.num(WorkKind.MAY_STALL) + len(self.admission)
         return Demand(requests, self.encodes.num_at(instance) + len(self.encodes))
 
+    def note_kept(self, instance: Instance) -> None:
+        """Note what an instance's heartbeat says of its encoder cache, if placement is by caches."""
+        if POLICIES[self._config.placement].uses_caches:
+            instance.note_kept()
+
     # ── end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def cancel(self, request: RequestId) -> None:
