@@ -45,6 +45,8 @@ class RowLayout(Struct, frozen=True):
 
     def difference(self, other: "RowLayout") -> str:
         """Return which fields differ, as text for error messages; empty if none does."""
+        if self == other:  # nearly always, and each instance is compared with all others
+            return ""
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in self.__struct_fields__]
         return ", ".join(f"{name} {mine} here, {theirs} there" for name, mine, theirs in pairs if mine != theirs)
 
