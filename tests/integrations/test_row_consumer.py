@@ -235,6 +235,17 @@ def test_a_frontend_that_says_nothing_is_given_up(consumer: ConsumerThread, gate
     assert fetched(consumer, gateway, "a").rows is not None
 
 
+def test_a_frontend_that_announces_a_request_is_news(consumer: ConsumerThread, gateway: RowGateway) -> None:
+    """And what it answers to a registration is none."""
+    wait_for(lambda: accepted(consumer, gateway))
+    consumer.news.clear()
+    beats = gateway.beats
+    wait_for(lambda: gateway.beats > beats + 1)
+    assert not consumer.news.is_set()
+    gateway.rouse()
+    wait_for(consumer.news.is_set)
+
+
 def test_garbage_on_the_wire_changes_nothing(consumer: ConsumerThread, gateway: RowGateway) -> None:
     wait_for(lambda: accepted(consumer, gateway))
     (address,) = gateway.consumers

@@ -112,11 +112,24 @@ class RowGateway:
 
         self.later(0.0, send)
 
+    def rouse(self) -> None:
+        """Accept all consumers once more, as a frontend that is about to send a request."""
+
+        def accept_all() -> None:
+            for one in self.consumers.values():
+                self._accept(one)
+
+        self.later(0.0, accept_all)
+
     def stop(self) -> None:
         self._stopped = True
         self.channel.wake()
         self._thread.join(10)
         self.channel.close(0)
+
+    def _accept(self, consumer: RowConsumer) -> None:
+        accepted = RowConsumerAccepted(self.channel.address, self.expiry, self.key, self.layout, consumer.join)
+        self.send(consumer.address, accepted)
 
     def _run(self) -> None:
         while not self._stopped:
@@ -136,8 +149,7 @@ class RowGateway:
                 if self.identity is not None and (difference := message.model.difference(self.identity)):
                     self.send(message.address, RowConsumerRefused(difference, message.join))
                     return
-                accepted = RowConsumerAccepted(self.channel.address, self.expiry, self.key, self.layout, message.join)
-                self.send(message.address, accepted)
+                self._accept(message)
             case EncodeNeeded():
                 for item in message.items:
                     if message.request not in self._requests:

@@ -95,6 +95,8 @@ class ConsumerThread:
         self._of: dict[TransferId, _Asking] = {}
         self._numbers = itertools.count(1)
         self._beat = self._tick = float("-inf")
+        self._owed: set[str] = set()
+        """The ``HOST:PORT`` of those that haven't answered the last registration."""
         self._refusals: dict[str, str] = {}
         """What each frontend last refused this engine for, by its ``HOST:PORT``."""
         self._thread = threading.Thread(target=self._run, name="triptych-rows", daemon=True)
@@ -184,7 +186,10 @@ class ConsumerThread:
                 return
         if message.frontend not in self._frontends:
             log.info("%s has accepted this engine", message.join)
-        self.news.set()  # the frontend may be about to send the engine a request
+        if message.join in self._owed and message.frontend in self._frontends:
+            self._owed.discard(message.join)
+        else:
+            self.news.set()  # it may be about to send the engine a request
         self._refusals.pop(message.join, None)
         self._frontends[message.frontend] = _Frontend(message, self._clock.monotonic())
 
@@ -250,6 +255,7 @@ class ConsumerThread:
             registration = RowConsumer(
                 self._channel.address, rows.name, rows.engine, self._identity, rows.width, rows.dtype, join
             )
+            self._owed.add(join)
             self._send(address, registration)
 
     def _forget(self, address: Address, reason: str) -> None:
