@@ -8,6 +8,9 @@ Text: the first tokens of each of ``passages``, in excerpts of ``CONTEXT`` token
 the distributions at the tokens of right answers to questions that it wasn't trained on, each format with its own
 tower's embeddings, and its own answers over HTTP.
 
+A GGUF file in the folder's place is compared as it is, by both engines: ``python -m bench.accuracy FILE.gguf
+--formats "as stored" --llama-cpp DIR --questions 0``.
+
 llama.cpp's files are made from ``--gguf``, first in float16, whose weights are then those of the checkpoint folder.
 They are compared with our float32, token by token. DIR has the sources of llama-cpp-python, whose binding is used, and
 in ``bin`` the libraries that were built from them.
@@ -36,6 +39,7 @@ from bench.scoring import Divergence, Excerpt, Scorer
 from demo.accuracy import answers_over_http
 from demo.questions import EVALUATION_SEEDS, Example, make_example
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
+from triptych.checkpoint.gguf.folder import gguf_folder
 from triptych.config import EngineConfig
 from triptych.demo import MODEL_DIR
 from triptych.measure.machine import machine
@@ -46,8 +50,9 @@ ALL_FORMATS = FORMATS | {
     "float16, KV cache in int8": {"dtype": "float16", "kv_cache_dtype": "int8"},
     "int8, KV cache in int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
     "int4, KV cache in int8": {"quantization": "int4", "kv_cache_dtype": "int8"},
+    "as stored": {},
 }
-"""Also those whose speed other benchmarks measure."""
+"""Also those whose speed other benchmarks measure; the last one is for GGUF files."""
 REPOSITORY = Path(__file__).parents[1]
 REFERENCE = "float32"
 CONTEXT = 512
@@ -135,10 +140,14 @@ def llama_cpp_models(folder: Path, gguf: Path, files: Path) -> dict[str, Score]:
         settings.allow_requantize, settings.nthread = True, threads
         if binding.llama_model_quantize(str(source).encode(), str(target).encode(), settings):
             raise RuntimeError(f"llama.cpp can't write {source} as {name}")
-        same = {"n_ctx": CONTEXT, "n_batch": CONTEXT, "n_threads": threads, "n_threads_batch": threads}
-        model = binding.Llama(str(target), logits_all=True, verbose=False, **same)
-        models[f"llama.cpp {name}"] = _llama_cpp_score(model)
+        models[f"llama.cpp {name}"] = _llama_cpp_model(binding, target)
     return models
+
+
+def _llama_cpp_model(binding: Any, file: Path) -> Score:
+    threads = torch.get_num_threads()
+    same = {"n_ctx": CONTEXT, "n_batch": CONTEXT, "n_threads": threads, "n_threads_batch": threads}
+    return _llama_cpp_score(binding.Llama(str(file), logits_all=True, verbose=False, **same))
 
 
 def _binding(folder: Path) -> Any:
@@ -172,18 +181,22 @@ Formats = Mapping[str, Mapping[str, str]]
 """The settings of formats by their names; ``REFERENCE`` is one."""
 
 
-def text_results(folder: Path, wanted: Formats, gguf: Path | None, llama_cpp: Path | None) -> dict[str, Any]:
-    """Compare formats on text. A text model has no towers, so formats of towers are left out."""
+def text_results(model: Path, wanted: Formats, gguf: Path | None, llama_cpp: Path | None) -> dict[str, Any]:
+    """Compare formats on text. A text model has no towers, so formats of towers are left out. ``model`` is a folder or
+    a GGUF file."""
+    folder = gguf_folder(model) if model.is_file() else model
     excerpts = text_excerpts(folder)
     ours = {name: settings for name, settings in wanted.items() if "encoder_quantization" not in settings}
     models: dict[str, Score] = {name: Scorer(folder, settings).log_probabilities for name, settings in ours.items()}
     with tempfile.TemporaryDirectory() as files:
         if gguf and llama_cpp:
             models |= llama_cpp_models(llama_cpp, gguf, Path(files))
+        elif model.is_file() and llama_cpp:
+            models["llama.cpp, as stored"] = _llama_cpp_model(_binding(llama_cpp), model)
         formats = compare(models, excerpts)
     digest = hashlib.sha256(b"".join(one.tokens.numpy().tobytes() for one in excerpts)).hexdigest()
     return {
-        "model": folder.name,
+        "model": model.name,
         "passages": list(passages()),
         "tokens": sum(len(one.tokens) for one in excerpts),
         "tokens_sha256": digest,
@@ -233,9 +246,12 @@ def _cell(figures: Mapping[str, float], column: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "model", type=Path, nargs="?", help="a text model's checkpoint folder; without it, the demo model alone"
+        "model",
+        type=Path,
+        nargs="?",
+        help="a text model's checkpoint folder, or a GGUF file; without it, the demo model alone",
     )
-    parser.add_argument("--formats", nargs="+", choices=ALL_FORMATS, default=list(ALL_FORMATS), metavar="NAME")
+    parser.add_argument("--formats", nargs="+", choices=ALL_FORMATS, default=list(ALL_FORMATS)[:-1], metavar="NAME")
     parser.add_argument("--gguf", type=Path, help="the file that the folder was made from")
     parser.add_argument("--llama-cpp", type=Path, metavar="DIR")
     parser.add_argument("--questions", type=int, default=500, help="for the demo model; 0 leaves it out")
