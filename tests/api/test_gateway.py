@@ -68,7 +68,7 @@ def both(pair: tuple[Served, VllmServer]) -> Iterator[tuple[Served, VllmServer]]
     server.behaviours.clear()
     service.settle()
     wait_for(lambda: not server.running)
-    assert not any(one.running for one in service.running.frontend.router.servers or ())
+    wait_for(lambda: not any(one.running for one in service.running.frontend.router.servers or ()))
 
 
 # ── what is passed on ────────────────────────────────────────────────────────────────────────────────────────────
