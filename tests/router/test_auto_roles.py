@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.support.turning_load import TurningLoad, named
-from triptych.router.auto_roles import GAIN, ComputeDemand, RoleCounts, best_counts, changes_towards, strain
+from triptych.router.auto_roles import GAIN, ComputeDemand, RoleCounts, best_counts, busiest, changes_towards, strain
 from triptych.topology import Role
 
 ALL = RoleCounts(0, 0, 4)
@@ -40,6 +40,12 @@ def test_a_goal_is_kept_until_the_load_has_clearly_changed() -> None:
         assert best_counts(demand, goal) == goal
         nearly = ComputeDemand(demand.encode * 1.02, demand.language)
         assert goal == now or now != best_counts(nearly, goal), "it would go back at once"
+
+
+def test_one_busy_instance_of_many_is_seen() -> None:
+    """A stage's only instance can compute no more than a second each second, however many others idle."""
+    assert busiest(ComputeDemand(0.0, 1.0), RoleCounts(7, 1, 0)) == 1.0
+    assert busiest(ComputeDemand(0.8, 0.4), RoleCounts(0, 2, 2)) == 0.4
 
 
 def test_every_goal_is_reached_change_by_change_with_all_stages_served() -> None:

@@ -200,6 +200,7 @@ class EncodeLoop:
             batches=self._tower.batches,
             cost=self._tower.cost,
             tower_seconds=self._tower.seconds,
+            busy_seconds=self.runner.busy_seconds,
             tiers=self.store.tiers,
             latest=[KeptPart(name, num_bytes) for name, num_bytes in self._latest.items()],
         )

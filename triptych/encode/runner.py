@@ -23,6 +23,8 @@ class EncoderRunner:
         self._encoder = encoder
         self._dtype = dtype
         self._compute = compute
+        self.busy_seconds = 0.0
+        """Total time that batches have taken on the compute thread."""
 
     def start(self, inputs: Sequence[EncoderInput]) -> "Future[list[EmbeddingRows]]":
         """Encode a batch on the compute thread: the result of ``encode``."""
@@ -30,8 +32,11 @@ class EncoderRunner:
 
     def encode(self, inputs: Sequence[EncoderInput]) -> list[EmbeddingRows]:
         """Return the rows of each input, uint8 of shape (rows, row_bytes)."""
+        began = self._compute.busy_seconds
         with torch.inference_mode():
-            return [_as_bytes(rows) for rows in to_cpu([r.to(self._dtype) for r in self._encoder.encode(inputs)])]
+            rows = [_as_bytes(rows) for rows in to_cpu([r.to(self._dtype) for r in self._encoder.encode(inputs)])]
+        self.busy_seconds += self._compute.busy_seconds - began
+        return rows
 
 
 def record_towers(encoder: Encoder, device: torch.device) -> None:

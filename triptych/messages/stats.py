@@ -127,6 +127,8 @@ class EncodeStats(Struct):
     """Cost of the parts encoded so far, in the unit of ``ItemPlan.cost``."""
     tower_seconds: Seconds = 0.0
     """Seconds for which batches were in the tower, or waited for the compute thread."""
+    busy_seconds: Seconds = 0.0
+    """Seconds of the compute thread that batches took: a part of ``InstanceStats.busy_seconds``."""
     tiers: list[CacheTier] = []
     """Tiers of the encoder cache, in the order in which they are tried."""
     latest: Annotated[list[KeptPart], Meta(max_length=LATEST_PARTS)] = []

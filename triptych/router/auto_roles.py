@@ -34,8 +34,8 @@ WINDOW = 4.0
 HOLD = 6.0
 """Seconds for which roles must have been the best ones before they are given: more than the window, so that averages of
 two loads, which come when one turns into the other, give none."""
-LEAST_BUSY = 0.2
-"""Mean busy share of the instances below which the load needs no change."""
+LEAST_BUSY = 0.3
+"""Mean busy share of the busiest stage's instances below which the load needs no change."""
 LEAST_ENCODING = 0.1
 """Share of encoding below which it hardly delays tokens on instances that do all."""
 MIXED = 1.4
@@ -104,6 +104,12 @@ def strain(demand: ComputeDemand, counts: RoleCounts) -> float:
     return busiest * (MIXED if counts.both and encoding >= LEAST_ENCODING else 1.0)
 
 
+def busiest(demand: ComputeDemand, counts: RoleCounts) -> float:
+    """Return the busy share of the instances of the stage that has the most to do for each."""
+    encoders, decoders = counts.encode + counts.both, counts.language + counts.both
+    return max(demand.encode / max(1, encoders), demand.language / max(1, decoders))
+
+
 def best_counts(demand: ComputeDemand, now: RoleCounts) -> RoleCounts:
     """Return the counts of least strain; of equal ones those for which the fewest instances change; ``now`` where the
     others aren't clearly better, and for fewer than ``FEWEST`` instances."""
@@ -153,7 +159,8 @@ class AutoRoles:
             return
         demand = ComputeDemand(fmean(one.encode for one in self._demands), fmean(one.language for one in self._demands))
         counts = RoleCounts.of(one.role for one in instances)
-        goal = best_counts(demand, counts) if demand.total >= LEAST_BUSY * len(instances) else counts
+        goal = best_counts(demand, counts) if busiest(demand, counts) >= LEAST_BUSY else counts
+        log.debug("%s: %.2f encoding, %.2f language work; best: %s", counts, demand.encode, demand.language, goal)
         if goal == counts:
             self._goal = None
         elif goal != self._goal:
@@ -188,14 +195,14 @@ def demand_of(instances: Iterable[Instance]) -> ComputeDemand:
     encode = language = 0.0
     for one in instances:
         busy = min(1.0, one.history.rate(lambda stats: stats.busy_seconds))
-        encoding = min(busy, one.history.rate(_tower_seconds))
+        encoding = min(busy, one.history.rate(_encode_seconds))
         encode += encoding
         language += busy - encoding
     return ComputeDemand(encode, language)
 
 
-def _tower_seconds(stats: InstanceStats) -> float:
-    return stats.encode.tower_seconds if stats.encode else 0.0
+def _encode_seconds(stats: InstanceStats) -> float:
+    return stats.encode.busy_seconds if stats.encode else 0.0
 
 
 def changes_towards(goal: RoleCounts, roles: Sequence[Role]) -> Iterator[tuple[int, Role]]:
