@@ -248,6 +248,7 @@ def test_which_tokenizers_begin_with_a_token(name: str) -> None:
     [
         ({"tokenizer.ggml.model": "rwkv"}, "'rwkv' is not served"),
         ({"tokenizer.ggml.tokens": ["a", "a"]}, "different texts"),
+        ({"tokenizer.ggml.tokens": [*SPM_PIECES[:-2], "a" * 2000, "<x>"]}, "a piece of over 1024 characters"),
         ({"tokenizer.ggml.scores": np.ones(1)}, "must be 265 numbers"),
         ({"tokenizer.ggml.scores": ["a"] * 265}, "must be 265 numbers"),
         ({"tokenizer.ggml.token_type": np.full(265, np.inf)}, "must be 265 numbers"),
@@ -291,6 +292,8 @@ def tensor(*shape: int, kind: int = 0, offset: int = 0, dimensions: int | None =
         (header(1, 1, text(b"general.alignment") + struct.pack("<II", 4, 3) + tensor(1)), "power of two"),
         (header(1, rest=tensor(2**40)), "ends at byte"),
         (header(1, rest=tensor(1, offset=2**62)), "ends at byte"),
+        (header(1, rest=tensor(32, 0, 2**40) + b"\0" * 64), "has no values"),
+        (header(1, rest=text(b"v.blk." + b"9" * 5000) + tensor(1)), "name of a tensor is over 64 bytes"),
         (header(1, rest=tensor(1, dimensions=2**31)), "dimensions"),
         (header(1, rest=tensor(33, kind=8) + b"\0" * 64), "no blocks of 32"),
         (header(1, rest=tensor(32, kind=99) + b"\0" * 64), "type 99"),
@@ -305,6 +308,14 @@ def test_hostile_headers(tmp_path: Path, data: bytes, says: str) -> None:
         gguf_folder(path)
     assert "\n" not in str(refused.value)
     assert not list(tmp_path.glob("cache/gguf/*")), "nothing is left"
+
+
+def test_a_file_has_no_more_experts_than_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few bytes can stand for many: tensors may lie over each other."""
+    monkeypatch.setattr(folder, "MAX_PLACES", 40)
+    write_gguf(make_tiny(tmp_path / "source", SOURCES["qwen3moe"]), tmp_path / "m.gguf", "qwen3moe", F32)
+    with pytest.raises(CheckpointError, match="over 40 tensors"):
+        gguf_folder(tmp_path / "m.gguf")
 
 
 def test_damaged_files_are_refused_or_read(whole: Path, tmp_path: Path) -> None:
@@ -351,7 +362,7 @@ def test_an_index_cannot_name_other_files(whole: Path, tmp_path: Path) -> None:
     index = made / "gguf.json"
     entries = json.loads(index.read_text())
     key = next(iter(entries))
-    changes: tuple[dict[int, Any], ...] = ({0: "../secret.gguf"}, {3: 2**50}, {2: []}, {4: -1})
+    changes: tuple[dict[int, Any], ...] = ({0: "../secret.gguf"}, {3: 2**50}, {2: []}, {2: [0, 96]}, {4: -1})
     for change in changes:
         changed = [change.get(place, value) for place, value in enumerate(entries[key])]
         index.write_text(json.dumps(entries | {key: changed}))

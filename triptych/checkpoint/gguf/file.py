@@ -25,6 +25,8 @@ VERSIONS = (2, 3)
 ALIGNMENT = "general.alignment"
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
+MAX_NAME = 64
+"""Bytes of a tensor's name, by the format."""
 MAX_COUNT = 2**24
 """More settings, tensors, or elements of an array than any file has."""
 STRING, ARRAY, BOOL = 8, 9, 7
@@ -124,9 +126,13 @@ class _Parser:
     def _tensor(self) -> GgufTensor:
         """Return a tensor whose offset is counted from the values' beginning."""
         name = self._string()
+        if len(name.encode()) > MAX_NAME:
+            raise self._wrong(f"the name of a tensor is over {MAX_NAME} bytes long: {name[:MAX_NAME]!r}…")
         if not 1 <= (dimensions := self._number("<u4")) <= MAX_DIMENSIONS:
             raise self._wrong(f"tensor {name!r} has {dimensions} dimensions")
         shape = tuple(self._number("<u8") for _ in range(dimensions))[::-1]
+        if 0 in shape:
+            raise self._wrong(f"tensor {name!r} of shape {list(shape)} has no values")
         number, offset = self._number("<u4"), self._number("<u8")
         try:
             kind = GGMLQuantizationType(number)

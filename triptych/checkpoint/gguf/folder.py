@@ -31,6 +31,9 @@ from triptych.user_cache import user_cache
 TEMPLATE = "chat_template.jinja"
 LAYOUT = "5"
 """Changes when folders are made otherwise."""
+MAX_PLACES = 2**18
+"""Most tensors of a model, each expert's counted."""
+LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>")
 """Tokens that end a turn, whatever the settings name."""
@@ -107,22 +110,25 @@ def _entries(files: Sequence[GgufFile], architecture: Architecture, config: Conf
     parts: dict[str, list[Entry]] = {}
     served = {one.kind: is_served(one.kind) for file in files for one in file.tensors.values()}
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    count = 0
     for number, file in enumerate(files):
         for tensor in file.tensors.values():
             if tensor.name in UNPLACED:
                 continue
             part, _, kind = tensor.name.rpartition(".")
-            part = re.sub(r"blk\.\d+\.", "", part)
+            part = layer[2] if (layer := LAYER.fullmatch(part)) else part
             rotated = heads.get(part, 0) if architecture.rotated else 0
             if not served[tensor.kind]:
                 raise CheckpointError(f"{file.path}: tensor {tensor.name!r} is of type {tensor.kind.name}, not served")
-            if rotated and (tensor.shape[0] < 1 or tensor.shape[0] % (2 * rotated)):
+            if rotated and tensor.shape[0] % (2 * rotated):
                 raise CheckpointError(f"{file.path}: tensor {tensor.name!r} has no {rotated} heads")
             shift = -architecture.norm_offset if part.endswith("norm") and kind == "weight" else 0
             for key, offset, shape in _places(file, tensor, architecture):
                 where = (f"{number}{SUFFIX}", tensor.kind.name, list(shape), offset, tensor.row_bytes)
                 entry = Entry(*where, rotated, shift, transposed=part in architecture.transposed)
                 parts.setdefault(key, []).append(entry)
+                if (count := count + 1) > MAX_PLACES:
+                    raise CheckpointError(f"{file.path}: over {MAX_PLACES} tensors, with each expert's")
     try:
         return {key: some[0] if len(some) == 1 else _by_head(some) for key, some in parts.items()}
     except ValueError as error:
@@ -138,7 +144,7 @@ def _by_head(parts: list[Entry]) -> Entry:
 def _places(file: GgufFile, tensor: GgufTensor, architecture: Architecture) -> Iterator[tuple[str, int, Sequence[int]]]:
     """Yield names of a tensor, each with where it begins and its shape: one, or one for each expert of a stack."""
     part, _, kind = tensor.name.rpartition(".")
-    found = re.fullmatch(r"blk\.(\d+)\.(.+)", part)
+    found = LAYER.fullmatch(part)
     if found is not None and (whole := architecture.names.get(f"{found[2]}.{kind}")) is not None:
         yield f"model.layers.{found[1]}.{whole}", tensor.offset, tensor.shape
         return
@@ -150,7 +156,7 @@ def _places(file: GgufFile, tensor: GgufTensor, architecture: Architecture) -> I
         shape = (1, *tensor.shape) if key.endswith("shared_expert_gate") and len(tensor.shape) == 1 else tensor.shape
         yield f"{key}.{kind}", tensor.offset, shape
         return
-    bytes_each = tensor.num_bytes // max(1, tensor.shape[0])
+    bytes_each = tensor.num_bytes // tensor.shape[0]
     for expert in range(tensor.shape[0]):
         yield f"{key.format(expert)}.{kind}", tensor.offset + expert * bytes_each, tensor.shape[1:]
 

@@ -86,8 +86,8 @@ def read_index(folder: Path) -> dict[str, Entry]:
     except OSError as error:
         raise CheckpointError(f"{error.filename}: can't be read: {error.strerror}") from error
     for key, one in places:
-        numbers = (*one.shape, one.offset, one.row_bytes, one.rotated)
-        if one.parts or not one.shape or min(numbers) < 0 or one.offset + one.num_bytes > sizes[one.file]:
+        is_empty = not one.shape or min(*one.shape, one.row_bytes) < 1
+        if one.parts or is_empty or min(one.offset, one.rotated) < 0 or one.offset + one.num_bytes > sizes[one.file]:
             raise CheckpointError(f"{path}: the entry of tensor {key!r} is malformed")
     for key, one in entries.items():
         if one.parts and not _fits(one):

@@ -16,6 +16,8 @@ from triptych.errors import CheckpointError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 """Types of tokens."""
+MAX_PIECE = 1024
+"""Characters of the longest piece that is divided to find its merges."""
 SPACE = "▁"
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 MARKS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -92,6 +94,8 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) 
     unknown = file.settings.get("tokenizer.ggml.unknown_token_id", 0)
     if not isinstance(unknown, int) or not 0 <= unknown < len(tokens):
         raise CheckpointError(f"{file.path}: tokenizer.ggml.unknown_token_id {unknown!r} is no token")
+    if any(kind == NORMAL and len(text) > MAX_PIECE for text, kind in zip(tokens, types, strict=True)):
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.tokens has a piece of over {MAX_PIECE} characters")
     begins = bool(file.settings.get("tokenizer.ggml.add_space_prefix", True))
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}

@@ -4,7 +4,7 @@ What settings and tensors mean: llama.cpp's ``conversion`` and ``tools/mtmd``, w
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -124,18 +124,20 @@ class Tower:
         return found
 
     @cached_property
-    def _numbers(self) -> Mapping[str, Sequence[int]]:
-        """The numbers of each kind of layer, in order."""
+    def _places(self) -> Mapping[str, Mapping[int, int]]:
+        """By the number of each kind of layer: its place among them."""
         found: dict[str, set[int]] = {}
         for name in self.model.tensors:
             if layer := LAYER.match(name):
                 found.setdefault(layer[1], set()).add(int(layer[2]))
-        return {kind: sorted(numbers) for kind, numbers in found.items()}
+        return {
+            kind: {number: place for place, number in enumerate(sorted(numbers))} for kind, numbers in found.items()
+        }
 
     def _place(self, tensor: GgufTensor) -> tuple[str, int]:
         """Return transformers' name of a tensor, and its place among those of that name."""
         if layer := LAYER.match(tensor.name):
-            plain, number = f"{layer[1]}.{{}}.{layer[3]}", str(self._numbers[layer[1]].index(int(layer[2])))
+            plain, number = f"{layer[1]}.{{}}.{layer[3]}", str(self._places[layer[1]][int(layer[2])])
             plain = self._unswapped(plain, tensor)
         else:
             plain, number = tensor.name, ""
@@ -164,10 +166,9 @@ class Tower:
             shape = [1] * (dimensions - len(long)) + long
         if (axis := self.projector.stacked.get(plain)) is not None:
             shape.insert(axis, 1)
-        rows = prod(shape[:-1])
-        row_bytes = tensor.num_bytes // rows if rows else 0
+        row_bytes = tensor.num_bytes // prod(shape[:-1])
         heads = self.model.vision.number("attention.head_count") if plain in self.projector.rotated else 0
-        if heads and (heads < 1 or tensor.shape[0] < 1 or tensor.shape[0] % (2 * heads)):
+        if heads and (heads < 1 or tensor.shape[0] % (2 * heads)):
             raise self._wrong(f"tensor {tensor.name!r} has no {heads} heads")
         shift = self.projector.shifts.get(plain, 0)
         return Entry(name, tensor.kind.name, shape, tensor.offset, row_bytes, heads, -shift)
