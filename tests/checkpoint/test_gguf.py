@@ -70,6 +70,21 @@ def test_a_model_is_what_the_file_was_made_of(tmp_path: Path, architecture: str)
         torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=0, msg=name)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "mistral3"])
+def test_biases_of_queries_and_keys_are_in_the_order_of_their_rows(tmp_path: Path, architecture: str) -> None:
+    """The converter changes the order of both, which it does for these architectures alone."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    config = {"attention_bias": True, "rope_scaling": yarn}
+    source = make_tiny(tmp_path / "source", SOURCES["llama"], config=config)
+    dense = write_gguf(source, tmp_path / "m.gguf", architecture, Q8_0)
+    made = gguf_folder(tmp_path / "m.gguf")
+    keys = [key for key in read_folder(dense) if "bias" in key]
+    assert {"q_proj", "k_proj", "v_proj", "o_proj"} <= {key.split(".")[-2] for key in keys}
+    for key, expected in Checkpoint(dense).read(keys).items():
+        assert torch.equal(Checkpoint(made).read([key])[key], expected), key
+    assert json.loads((made / "config.json").read_text())["attention_bias"]
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16", "F16"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
 def test_values_are_the_dequantized_ones(tmp_path: Path, architecture: str, kind: str) -> None:

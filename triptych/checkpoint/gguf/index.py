@@ -27,7 +27,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     row_bytes: int
     """Bytes of a row, which is as long as the last dimension."""
     rotated: int = 0
-    """Number of heads whose rows are in the order of pairs; 0: they aren't."""
+    """Number of heads whose rows, or values of a vector, are in the order of pairs; 0: they aren't."""
     shift: int = 0
     """What is added to its values."""
     parts: list["Entry"] = []
@@ -89,6 +89,8 @@ def read_index(folder: Path) -> dict[str, Entry]:
         is_empty = not one.shape or min(*one.shape, one.row_bytes) < 1
         if one.parts or is_empty or min(one.offset, one.rotated) < 0 or one.offset + one.num_bytes > sizes[one.file]:
             raise CheckpointError(f"{path}: the entry of tensor {key!r} is malformed")
+        if (one.rotated and one.shape[0] % (2 * one.rotated)) or (one.transposed and len(one.shape) < 2):
+            raise CheckpointError(f"{path}: the shape of tensor {key!r} doesn't fit what is done with it")
     for key, one in entries.items():
         if one.parts and not _fits(one):
             raise CheckpointError(f"{path}: the entry of tensor {key!r} is malformed")

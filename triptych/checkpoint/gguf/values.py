@@ -28,16 +28,18 @@ def read_tensor(path: Path, entry: Entry) -> Tensor:
         found = aligned.view(kind).view(entry.shape)
     else:
         found = _dequantized(rows, entry).view(entry.shape)
+    if entry.rotated and found.dim() == 1:
+        found = _in_halves(found.unsqueeze(1), entry.rotated).view(entry.shape)
     found = found.transpose(-1, -2) if entry.transposed else found
     return found + entry.shift if entry.shift else found
 
 
 def read_rows(path: Path, entry: Entry) -> Tensor:
-    """Return the bytes of a tensor of one part, uint8 [rows, bytes of one]: memory-mapped, unless rows change places.
-    Raises OSError for a file that can't be read."""
+    """Return the bytes of a tensor of one part, uint8 [rows, bytes of one]: memory-mapped, unless rows change places;
+    a vector is one row, in the file's order. Raises OSError for a file that can't be read."""
     raw = torch.from_file(str(path), False, path.stat().st_size, dtype=torch.uint8)
     rows = raw[entry.offset : entry.offset + entry.num_bytes].view(-1, entry.row_bytes)
-    return _in_halves(rows, entry.rotated) if entry.rotated else rows
+    return _in_halves(rows, entry.rotated) if entry.rotated and len(entry.shape) > 1 else rows
 
 
 def _dequantized(rows: Tensor, entry: Entry) -> Tensor:
