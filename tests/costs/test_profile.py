@@ -40,6 +40,13 @@ def test_step_values() -> None:
 CONTENT = msgspec.json.encode(example_profile())
 
 
+def changed(part: str, **values: object) -> bytes:
+    """The profile's content with other values in a part of it."""
+    found = msgspec.json.decode(CONTENT)
+    found[part] |= values
+    return msgspec.json.encode(found)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -56,6 +63,12 @@ CONTENT = msgspec.json.encode(example_profile())
         (CONTENT.replace(b'"median":0.0001,', b'"median":NaN,'), "no valid profile"),
         (CONTENT.replace(b'"variable":"pixels"', b'"variable":"other"'), "preprocess png: a point lacks other"),
         (b" " * (profiles.MAX_BYTES + 1), "larger than a profile can be"),
+        (changed("settings", max_num_seqs="many"), r"settings: Expected `int`, got `str` - at `\$.max_num_seqs"),
+        (changed("settings", kv_cache_tokens=10**12), r"at `\$.kv_cache_tokens"),
+        (changed("settings", kv_cache_tokens=2**28), "KV cache of 16777216 pages is over the limit"),
+        (changed("settings", page_size=0), r"at `\$.page_size"),
+        (changed("model", context_length=10**12), r"at `\$.model.context_length"),
+        (CONTENT.replace(b'"parts":1}', b'"parts":1000000000}'), r"at `\$.items"),
     ],
 )
 def test_other_content_is_refused(content: bytes, message: str) -> None:

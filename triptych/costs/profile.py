@@ -22,9 +22,17 @@ VERSION = 1
 MAX_BYTES = 16 * 2**20
 """Largest profile that is read."""
 MAX_ENTRIES = 4096
+MAX_PAGES = 2**22
+"""Pages of a simulated instance's KV cache."""
 
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
+Tokens = Annotated[int, Meta(ge=1, le=2**24)]
+Rows = Annotated[int, Meta(ge=0, le=2**24)]
+Bytes = Annotated[int, Meta(ge=0, le=2**40)]
+Pixels = Annotated[int, Meta(ge=1, le=2**20)]
+Parts = Annotated[int, Meta(ge=0, le=2**12)]
+Threads = Annotated[int, Meta(ge=1, le=2**16)]
 Stage = Literal["preprocess", "encode", "prefill", "decode", "frontend"]
 STAGES: tuple[Stage, ...] = ("preprocess", "encode", "prefill", "decode", "frontend")
 
@@ -75,23 +83,22 @@ class Cost(Struct, frozen=True, forbid_unknown_fields=True):
 class AtThreads(Struct, frozen=True, forbid_unknown_fields=True):
     """A cost with that number of compute threads."""
 
-    threads: Positive
+    threads: Threads
     cost: Cost
 
 
 class Item(Struct, frozen=True, forbid_unknown_fields=True):
     """What an image of a size becomes."""
 
-    width: Positive
-    """Pixels."""
-    height: Positive
-    tokens: Count
+    width: Pixels
+    height: Pixels
+    tokens: Rows
     """In the prompt, all of the item's: markers as well as rows."""
-    rows: Count
+    rows: Rows
     """Embeddings that are sent to prefill."""
-    patches: Count
+    patches: Rows
     """Inputs of the encoder, over all parts."""
-    parts: Count
+    parts: Parts
 
 
 class Model(Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,14 +108,14 @@ class Model(Struct, frozen=True, forbid_unknown_fields=True):
     """The last part of its path."""
     identity: ModelIdentity
     takes_media: bool
-    kv_rows_per_token: Count
+    kv_rows_per_token: Rows
     """Rows that prefill sends to decode, over all layers."""
-    kv_row_bytes: Count
-    embedding_row_bytes: Count
-    context_length: Positive
-    vocab_size: Positive
+    kv_row_bytes: Bytes
+    embedding_row_bytes: Bytes
+    context_length: Tokens
+    vocab_size: Tokens
     num_layers: Positive
-    page_size: Positive
+    page_size: Tokens
     """Tokens in a page of the KV cache."""
     weight_bytes: dict[str, Count]
     """By part: ``encoder`` and ``decoder``, as stored in the checkpoint."""
@@ -117,7 +124,7 @@ class Model(Struct, frozen=True, forbid_unknown_fields=True):
 class Machine(Struct, frozen=True, forbid_unknown_fields=True):
     """The machine that was measured."""
 
-    cores: Positive
+    cores: Threads
     processor: str
     memory_gib: NotNegative
     kernel: str
@@ -134,7 +141,7 @@ class Interference(Struct, frozen=True, forbid_unknown_fields=True):
     cores: Literal["own", "shared"]
     """``own``: each stage has cores of its own, and shares caches and memory bandwidth; ``shared``: both are pinned to
     the same core with one thread each."""
-    threads: Positive
+    threads: Threads
     """Compute threads of the stage, and of the one beside it."""
     slowdown: Quartiles
     """Ratio of seconds to those alone: 1 is no disturbance; 2 is what an equal share of one core gives."""
@@ -248,6 +255,19 @@ def step_values(chunks: Iterable[tuple[int, int]]) -> dict[str, float]:
     return values
 
 
+class _Simulated(Struct, frozen=True):
+    """The settings that simulations read."""
+
+    max_num_seqs: Threads = 1
+    max_num_batched_tokens: Tokens = 1
+    page_size: Tokens = 16
+    kv_cache_tokens: Annotated[int, Meta(ge=0, le=2**30)] = 0
+    encode_batch_patches: Tokens = 1
+    encode_latency_ms: Annotated[int, Meta(ge=1, le=10**9)] = 1
+    decode_workers: Annotated[int, Meta(ge=0, le=2**12)] = 0
+    encode_cache_mb: Annotated[int, Meta(ge=0, le=2**30)] = 0
+
+
 class _Preamble(Struct, frozen=True):
     """What tells a profile from other JSON."""
 
@@ -281,6 +301,10 @@ def parse(content: bytes, name: str) -> Profile:
         profile = msgspec.json.decode(content, type=Profile)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{name} is no valid profile: {error}") from None
+    try:
+        _check_settings(profile)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{name} is no valid profile: settings: {error}") from None
     for what, cost in profile.costs():
         _check(cost, f"{name}: {what}")
     return profile
@@ -300,6 +324,13 @@ def _nearest(costs: tuple[AtThreads, ...], threads: int, missing: str) -> Cost:
     if not costs:
         raise ConfigError(missing)
     return min(costs, key=lambda one: abs(math.log(one.threads / threads))).cost
+
+
+def _check_settings(profile: Profile) -> None:
+    """Raise ValidationError for settings of other types than the product's, and for a cache that no machine has."""
+    known = msgspec.convert(profile.settings, _Simulated)
+    if (pages := (known.kv_cache_tokens or 4 * profile.model.context_length) // known.page_size) > MAX_PAGES:
+        raise msgspec.ValidationError(f"a KV cache of {pages} pages is over the limit of {MAX_PAGES}")
 
 
 def _check(cost: Cost, name: str) -> None:

@@ -11,12 +11,16 @@ from triptych.simulate.load import Asked, ItemAsked
 from triptych.types import ImageHeader, ItemPart, ItemPlan, VideoHeader
 from triptych.workload.trace import BLOCK_TOKENS, TraceMedia, TraceRequest
 
+MAX_PARTS = 4096
+"""Most parts of an item. Several frames of a longer video are one part."""
+MAX_PLANS = 256
+"""Plans that are kept for further items."""
 FRAME_RATE = 24.0
 """Frames per second of videos, whose length in time doesn't matter here."""
 
 
 class Prompts:
-    """Makes the prompts. Plans of items of one size are made once."""
+    """Makes the prompts. Plans are kept for items of the same size."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -27,8 +31,11 @@ class Prompts:
         multiplied by ``scale``."""
         for number, request in enumerate(requests):
             media = request.media if self._profile.model.takes_media else ()
+            rows = sum(self._sizes(one)[1] for one in media)
+            if max(1, request.text) + rows + request.answer > self._profile.model.context_length:
+                continue
             items = tuple(ItemAsked(one.name, self._plan(one), one.bytes) for one in media)
-            asked = Asked(
+            yield Asked(
                 at=request.at * scale,
                 text=_tokens(request, number),
                 answer=request.answer,
@@ -36,26 +43,30 @@ class Prompts:
                 client=request.client,
                 lead=min(request.lead, request.text),
             )
-            if asked.num_prompt + asked.answer <= self._profile.model.context_length:
-                yield asked
 
     def _plan(self, media: TraceMedia) -> ItemPlan:
         key = media.width, media.height, media.frames, media.format
-        if key not in self._plans:
-            self._plans[key] = self._new_plan(media)
-        return self._plans[key]
+        if (plan := self._plans.get(key)) is None:
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._new_plan(media)
+        return plan
+
+    def _sizes(self, media: TraceMedia) -> tuple[int, int, int]:
+        """Return an item's parts, rows and patches."""
+        item = self._profile.item(media.width, media.height)
+        parts = min(MAX_PARTS, max(1, item.parts) * media.frames)
+        return parts, max(parts, item.rows * media.frames), item.patches * media.frames
 
     def _new_plan(self, media: TraceMedia) -> ItemPlan:
         """Return a plan like that of the measured image whose size is nearest; of that many such frames for a video."""
-        item = self._profile.item(media.width, media.height)
-        pieces = max(1, item.parts) * media.frames
-        rows, patches = item.rows * media.frames, item.patches * media.frames
+        pieces, rows, patches = self._sizes(media)
         parts, first = list[ItemPart](), 0
         for number in range(pieces):
             end = rows * (number + 1) // pieces
             share = patches * (number + 1) // pieces - patches * number // pieces
-            parts.append(ItemPart(((first, max(1, end - first)),), max(1, share), float(max(1, share)), VISION))
-            first = max(end, first + 1)
+            parts.append(ItemPart(((first, end - first),), max(1, share), float(max(1, share)), VISION))
+            first = end
         size = media.width, media.height
         return ItemPlan(
             modality="image" if media.frames == 1 else "video",
@@ -65,7 +76,7 @@ class Prompts:
             resized_height=media.height,
             resized_width=media.width,
             grid=(sum(one.patches for one in parts), 1, 1),
-            rows=first,
+            rows=rows,
             patches=sum(one.patches for one in parts),
             cost=sum(one.cost for one in parts),
             parts=tuple(parts),

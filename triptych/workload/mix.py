@@ -18,10 +18,13 @@ MAX_FILE = 2**20
 """Largest description that is read, in bytes."""
 NORMAL_90 = 1.2816
 """Standard deviations below which 90 % of a normal distribution are."""
+MOST = {"images": 256, "frames": 2**14, "turns": 256}
+"""Largest amounts of a kind's request or conversation."""
 BYTES_PER_PIXEL = 0.25
 """Size of a JPEG file, about."""
 
 _Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+_Pixels = Annotated[int, Meta(ge=1, le=2**16)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
 _Positive = Annotated[float, Meta(gt=0, le=10**9)]
 
@@ -54,7 +57,7 @@ class RequestKind(Struct, frozen=True, forbid_unknown_fields=True):
     images: Amount | _Count = 0
     frames: Amount | _Count = 1
     """Frames of each item; more than one makes it a video."""
-    sizes: Annotated[tuple[tuple[int, int], ...], Meta(min_length=1, max_length=64)] = ((448, 448),)
+    sizes: Annotated[tuple[tuple[_Pixels, _Pixels], ...], Meta(min_length=1, max_length=64)] = ((448, 448),)
     """Width and height in pixels, of which each item has one."""
     shared: _Count = 0
     """Tokens that the prompt begins with, as others' of the kind do."""
@@ -66,6 +69,14 @@ class RequestKind(Struct, frozen=True, forbid_unknown_fields=True):
     """Requests of a conversation: each has the texts and items of those before."""
     pause: _Positive = 10.0
     """Mean seconds between two turns of a conversation."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for amounts that no request has."""
+        for name, most in MOST.items():
+            amount = getattr(self, name)
+            largest = max(amount.low, amount.median, amount.high) if isinstance(amount, Amount) else amount
+            if largest > most:
+                raise ValueError(f"{name} of {largest} are over the limit of {most}")
 
 
 class ArrivalPattern(Struct, frozen=True, forbid_unknown_fields=True):
