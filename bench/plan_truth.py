@@ -41,6 +41,7 @@ from triptych.measure.split.loads import answered
 from triptych.measure.split.plan import threads_of
 from triptych.observe import logs
 from triptych.planning.candidates import Candidate
+from triptych.planning.search import ALIKE
 from triptych.planning.trial import Slo, Trials
 from triptych.topology import Topology
 from triptych.workload.mix import Amount, ArrivalPattern, RequestKind, RequestMix
@@ -58,8 +59,8 @@ ALONE, CONCURRENCY, FEWEST, MOST = 4, 8, 12, 400
 """Requests alone, at once in a closed loop, and of a run."""
 START_SECONDS = 12.0
 """What starting a service and warming it up takes about."""
-ALIKE, CLEAR = 1.05, 1.1
-"""Ratios of goodput up to which topologies count as alike, and from which on a wrong verdict counts."""
+CLEAR = 1.1
+"""Ratio of measured goodputs from which a wrong verdict counts."""
 WARM_UP = 2 * MOST
 """Number of the first request of a mix that isn't in its run."""
 MODEL = "m"
@@ -297,7 +298,9 @@ def compared(runs: TruthRuns, model: str, profile: Profile) -> Iterator[dict[str
 
 def verdicts(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield for each mix with all topologies which one is best, as measured and as predicted, and whether that is
-    right: a topology that comes close to the best one is as good an answer."""
+    right: a topology that comes close to the best one is as good an answer. Mixes under which no topology differs from
+    another, such as those below all capacities, say nothing and are left out. Verdicts on splitting are those of
+    ``triptych plan``, which splits for a gain of more than ``ALIKE``."""
     by_mix: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         by_mix.setdefault((row["model"], row["mix"]), []).append(row)
@@ -307,6 +310,8 @@ def verdicts(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         real, simulated = (
             {row["topology"]: row[kind]["goodput"] for row in found} for kind in ("measured", "predicted")
         )
+        if max(real.values()) <= (1 + ALIKE) * min(real.values()):
+            continue
         chosen, best = max(simulated, key=lambda one: simulated[one]), max(real, key=lambda one: real[one])
         gains = [_gain(goodputs) for goodputs in (real, simulated)]
         yield {
@@ -314,10 +319,10 @@ def verdicts(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             "mix": mix,
             "best": best,
             "predicted": chosen,
-            "right": real[chosen] * ALIKE >= real[best],
+            "right": real[chosen] * (1 + ALIKE) >= real[best],
             "split_gain": gains[0],
             "split_gain_predicted": gains[1],
-            "wrong_verdict": (gains[0] > CLEAR and gains[1] < 1) or (gains[0] < 1 / CLEAR and gains[1] > 1),
+            "wrong_verdict": gains[0] >= CLEAR if gains[1] <= 1 + ALIKE else gains[0] <= 1 / CLEAR,
         }
 
 
@@ -346,7 +351,7 @@ def table(rows: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> It
         share = f"within {bound:.0%} in {sum(error <= bound for error in errors)} of {len(errors)} runs"
         yield f"{name}: median error {statistics.median(errors):.0%}, {share}"
     right, wrong = sum(one["right"] for one in found), sum(one["wrong_verdict"] for one in found)
-    yield f"best topology named right in {right} of {len(found)} mixes; wrong verdicts on splitting: {wrong}"
+    yield f"{len(found)} mixes under which topologies differ: best one named right in {right}, wrong verdicts: {wrong}"
 
 
 def main() -> None:
