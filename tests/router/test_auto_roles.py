@@ -1,6 +1,7 @@
 """Roles that follow the load: what is best for a load, and services in virtual time whose load turns."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -36,10 +37,22 @@ def test_a_goal_is_kept_until_the_load_has_clearly_changed() -> None:
         goal = best_counts(demand, now)
         assert goal.encode + goal.both >= 1 <= goal.language + goal.both
         assert sum(goal.by_role.values()) == number
-        assert goal == now or strain(demand, goal) * GAIN <= strain(demand, now)
+        assert goal == now or strain(demand, goal, now) * GAIN <= strain(demand, now, now)
         assert best_counts(demand, goal) == goal
         nearly = ComputeDemand(demand.encode * 1.02, demand.language)
         assert goal == now or now != best_counts(nearly, goal), "it would go back at once"
+
+
+@pytest.mark.parametrize("middle", [0.05, 0.07, 0.1, 0.13, 0.16])
+@pytest.mark.parametrize("number", [3, 4, 6])
+def test_a_load_that_drifts_about_a_threshold_changes_roles_once_at_most(number: int, middle: float) -> None:
+    """Each share of encoding lasts long enough for all changes that it asks for."""
+    for counts in (RoleCounts(0, 0, number), RoleCounts(1, number - 1, 0)):
+        seen = [counts]
+        for turn in range(6):
+            encoding = middle + (0.01 if turn % 2 else -0.01)
+            seen.append(best_counts(ComputeDemand(number * encoding, number * (1 - encoding)), seen[-1]))
+        assert sum(one != other for one, other in pairwise(seen)) <= 1
 
 
 def test_one_busy_instance_of_many_is_seen() -> None:
@@ -54,7 +67,8 @@ def test_every_goal_is_reached_change_by_change_with_all_stages_served() -> None
         number = rng.randint(2, 8)
         roles = [rng.choice((Role.E, Role.PD, Role.EPD)) for _ in range(number)]
         demand = ComputeDemand(rng.random() * number, rng.random() * number)
-        if strain(demand, RoleCounts.of(roles)) == float("inf"):
+        counts = RoleCounts.of(roles)
+        if strain(demand, counts, counts) == float("inf"):
             continue
         for _ in range(2 * number + 1):
             goal = best_counts(demand, RoleCounts.of(roles))
@@ -62,7 +76,7 @@ def test_every_goal_is_reached_change_by_change_with_all_stages_served() -> None
                 break
             index, role = next(changes_towards(goal, roles))
             others = [*roles[:index], *roles[index + 1 :]]
-            assert strain(demand, RoleCounts.of(others)) < float("inf")
+            assert strain(demand, RoleCounts.of(others), goal) < float("inf")
             roles[index] = role
             rng.shuffle(roles)
         assert best_counts(demand, RoleCounts.of(roles)) == RoleCounts.of(roles)

@@ -36,8 +36,9 @@ HOLD = 6.0
 two loads, which come when one turns into the other, give none."""
 LEAST_BUSY = 0.3
 """Mean busy share of the busiest stage's instances below which the load needs no change."""
-LEAST_ENCODING = 0.1
-"""Share of encoding below which it hardly delays tokens on instances that do all."""
+LEAST_ENCODING, ENOUGH_ENCODING = 0.07, 0.13
+"""Shares of encoding up to which it hardly delays tokens on instances that do all: once it is apart, and until then.
+Roles don't change back and forth for a load that drifts about one of them."""
 MIXED = 1.4
 """How many times as much as its time encoding costs instances that also decode: tokens wait behind batches."""
 GAIN = 1.15
@@ -92,16 +93,17 @@ class RoleCounts:
         return "".join(f"{count}{role}" for role, count in self.by_role.items() if count)
 
 
-def strain(demand: ComputeDemand, counts: RoleCounts) -> float:
-    """Return how much the busiest instances have to do, relative to an even division: 1 at best; infinity where a stage
-    has no instance."""
+def strain(demand: ComputeDemand, counts: RoleCounts, now: RoleCounts) -> float:
+    """Return how much the busiest instances would have to do with ``counts`` in place of those of ``now``, relative to
+    an even division: 1 at best; infinity where a stage has no instance."""
     encoders, decoders = counts.encode + counts.both, counts.language + counts.both
     if not encoders or not decoders:
         return float("inf")
     number = counts.encode + counts.language + counts.both
     encoding = demand.encoding
     busiest = number * max(encoding / encoders, (1 - encoding) / decoders, 1 / number)
-    return busiest * (MIXED if counts.both and encoding >= LEAST_ENCODING else 1.0)
+    enough = ENOUGH_ENCODING if now.both else LEAST_ENCODING
+    return busiest * (MIXED if counts.both and encoding >= enough else 1.0)
 
 
 def busiest(demand: ComputeDemand, counts: RoleCounts) -> float:
@@ -119,8 +121,8 @@ def best_counts(demand: ComputeDemand, now: RoleCounts) -> RoleCounts:
         for encode in range(number + 1)
         for language in range(number + 1 - encode)
     )
-    best = min(every, key=lambda one: (round(strain(demand, one), 6), now.distance(one)))
-    return best if number >= FEWEST and strain(demand, now) >= GAIN * strain(demand, best) else now
+    best = min(every, key=lambda one: (round(strain(demand, one, now), 6), now.distance(one)))
+    return best if number >= FEWEST and strain(demand, now, now) >= GAIN * strain(demand, best, now) else now
 
 
 @dataclass(frozen=True)
