@@ -13,7 +13,7 @@ from tests.support.mooncake_pool import Master, mooncake_master
 from tests.support.serving import wait_for
 from triptych.clock import SystemClock
 from triptych.config.pool import PoolAddress
-from triptych.encode import pool_store
+from triptych.encode import pool_protocol, pool_store
 from triptych.encode.pool_process import PoolProcess
 from triptych.encode.pool_protocol import PoolRequest
 from triptych.encode.pool_store import PoolStore
@@ -106,6 +106,50 @@ def test_changed_values_are_never_rows(data: st.DataObject) -> None:
     value[place] ^= data.draw(st.integers(1, 255))
     assert decoded(value, "name", KEY) is None
     assert decoded(bytearray(data.draw(st.binary(max_size=300))), "name", KEY) is None
+
+
+def test_items_of_any_size_are_found(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those whose rows are more than a message may have."""
+    names = [f"large/{number}" for number in range(6)]
+    with master.store() as store:
+        for number, name in enumerate(names):
+            store.put([stored_name(name)], np.full((256, 1024), number, np.uint8))
+        store.flush()
+        monkeypatch.setattr(pool_protocol, "MAX_BODY", 2**19)
+        monkeypatch.setattr(pool_store, "NAMES_AT_ONCE", 4, raising=False)
+        assert found(store, *names) == [0, 1, 2, 3, 4, 5]
+        assert store.is_there
+
+
+class HastyClock(SystemClock):
+    """A clock whose time passes with each look at it."""
+
+    step = late = 0.0
+
+    def now(self) -> float:
+        self.late += self.step
+        return super().now() + self.late
+
+
+def test_what_arrives_in_time_is_found_and_the_pool_is_asked_again(
+    master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_store, "LOOKUP_SECONDS", 5.0)
+    clock, names = HastyClock(), [f"slow/{number}" for number in range(30)]
+    with master.store(clock=clock) as store:
+        for number, name in enumerate(names):
+            put(store, name, value=number)
+        clock.step = 1.5
+        assert found(store, names[0]) == [None], "it waited for too long"
+        assert store.is_there
+        clock.step = 0.05
+        numbers = found(store, *names)
+        clock.step = 0.0
+        assert numbers[0] == 0
+        assert numbers[-1] is None
+        assert all(one in (None, number) for number, one in enumerate(numbers))
+        assert store.is_there
+        assert found(store, *names) == list(range(30))
 
 
 def test_a_full_pool_costs_its_rows_alone() -> None:

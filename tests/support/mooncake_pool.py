@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests.support.serving import wait_for
-from triptych.clock import SystemClock
+from triptych.clock import Clock, SystemClock
 from triptych.config.pool import PoolAddress
 from triptych.encode.pool_process import PoolProcess
 from triptych.encode.pool_store import PoolStore
@@ -82,9 +82,11 @@ class Master:
             self.lender = None
 
     @contextmanager
-    def store(self, key: bytes | None = None, *, is_there: bool = True) -> Iterator[PoolStore]:
+    def store(
+        self, key: bytes | None = None, *, is_there: bool = True, clock: Clock | None = None
+    ) -> Iterator[PoolStore]:
         """A store over this pool, once it is there."""
-        clock = SystemClock()
+        clock = clock or SystemClock()
         store = PoolStore(lambda: PoolProcess.start(self.address, "127.0.0.1", clock), clock, started_executor, key=key)
         try:
             if is_there:

@@ -12,10 +12,8 @@ import socket
 import sys
 from typing import Any
 
-from triptych.encode.pool_protocol import PoolReply, PoolRequest, receive, send
+from triptych.encode.pool_protocol import MAX_BODY, PoolReply, PoolRequest, receive, send
 
-BUFFER_BYTES = 64 * 2**20
-"""Memory for values on their way. Larger ones can't be read."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -25,7 +23,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # this process may be stuck when its parent ends
     with socket.socket(fileno=int(descriptor)) as connection:
         store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
-        code = store.setup(host, "P2PHANDSHAKE", int(segment), BUFFER_BYTES, "tcp", "", master)
+        code = store.setup(host, "P2PHANDSHAKE", int(segment), MAX_BODY, "tcp", "", master)
         send(connection, PoolReply(int(code)))
         try:
             while True:
@@ -38,10 +36,13 @@ def main() -> None:
 
 def _answer(store: Any, request: PoolRequest, values: list[bytearray]) -> tuple[PoolReply, list[bytes]]:
     match request.act:
+        case "exist":
+            codes = store.batch_is_exist(request.keys)
+            return PoolReply(min(0, *codes), [code == 1 for code in codes]), []
         case "get":
-            known = store.batch_is_exist(request.keys)
-            found = [bytes(store.get(key)) if code == 1 else b"" for key, code in zip(request.keys, known, strict=True)]
-            return PoolReply(min(0, *known), [len(value) for value in found]), found
+            (key,) = request.keys  # values of several needn't fit in memory
+            value = bytes(store.get(key))
+            return PoolReply(sizes=[len(value)]), [value]
         case "put":
             codes = [store.put(key, value) for key, value in zip(request.keys, values, strict=True)]
             return PoolReply(min(0, *codes)), []

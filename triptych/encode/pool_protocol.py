@@ -9,8 +9,8 @@ import msgspec
 from triptych.errors import BadMessage
 
 MAX_HEAD = 2**20
-MAX_BODY = 2**28
-"""Bytes of all values of a message."""
+MAX_BODY = 2**26
+"""Bytes of all values of a message: memory that Mooncake's client has for them. Larger ones can't be read."""
 _LENGTH = 4
 
 Data = bytes | bytearray | memoryview
@@ -21,7 +21,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 class PoolRequest(msgspec.Struct):
     """What to do with the values of some keys. A value to be put follows it."""
 
-    act: Literal["get", "put", "remove"]
+    act: Literal["exist", "get", "put", "remove"]
     keys: list[str]
     sizes: list[int] = []
     """Bytes of the values that follow."""
@@ -32,8 +32,10 @@ class PoolReply(msgspec.Struct):
 
     code: int = 0
     """Mooncake's, negative for a failure."""
+    exist: list[bool] = []
+    """Whether each key has a value, if that was asked."""
     sizes: list[int] = []
-    """Bytes of each key's value; 0 where there is none."""
+    """Bytes of the value that was asked for; 0 if there is none."""
 
 
 def send(connection: socket.socket, message: PoolRequest | PoolReply, values: Sequence[Data] = ()) -> None:

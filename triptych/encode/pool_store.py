@@ -24,11 +24,11 @@ from triptych.messages.stats import CacheTier
 log = logging.getLogger(__name__)
 
 LOOKUP_SECONDS = 0.5
-"""Time that a lookup may take from when it is asked for."""
+"""Time from when a lookup is asked for in which it may begin to read a value, and time to say which there are."""
 PUT_SECONDS = 1.0
 """Time that a put or removal may take, which lookups may wait for; a put takes longer by its bytes."""
-SLOWEST_PUT = 50 * 10**6
-"""Bytes per second at which a put may be made, beside that time."""
+SLOWEST = 50 * 10**6
+"""Bytes per second at which values may be read and put, beside those times."""
 START_SECONDS = 20.0
 """Time to connect, in which nothing is asked."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
@@ -38,6 +38,8 @@ MAX_VALUE_BYTES = 48 * 2**20
 MAX_QUEUED_BYTES = 64 * 2**20
 """Rows that wait to be put. Others are dropped."""
 MAX_QUEUED_LOOKUPS = 256
+NAMES_AT_ONCE = 256
+"""Names of a lookup that the pool is asked for together."""
 _PREFIX = "triptych-rows/"
 
 StartProcess = Callable[[], PoolProcess]
@@ -83,7 +85,8 @@ class PoolStore:
         return self._asks
 
     def lookup(self, names: Sequence[str]) -> "Future[Found]":
-        """See ``EmbeddingStore``. Takes ``LOOKUP_SECONDS`` at most, and what is left of a put."""
+        """See ``EmbeddingStore``. Takes ``LOOKUP_SECONDS`` at most, and what is left of a put or of a value that is
+        being read then. Finds what arrives by then."""
         if not self._may_ask():
             return answered([None] * len(names))
         result: Future[Found] = Future()
@@ -183,38 +186,50 @@ class PoolStore:
             self._failed(error)
 
     def _answer(self, names: list[str], result: "Future[Found]", expires: float) -> None:
-        found: Found = [None] * len(names)
+        found: dict[str, EmbeddingRows | None] = {}
         try:
             if self._process is not None and self._clock.now() < expires:
-                found = self._find(self._process, names, expires)
-                self._num_hits += num_found(found)
+                self._find(self._process, names, expires, found)
                 self._pause = FIRST_PAUSE
         finally:
-            result.set_result(found)
+            answer = [found.get(name) for name in names]
+            self._num_hits += num_found(answer)
+            result.set_result(answer)
 
-    def _find(self, process: PoolProcess, names: list[str], expires: float) -> Found:
-        """Return rows by name. A value may be another value's name, under which they are."""
-        values = self._get(process, names, expires)
-        targets = {name: _target(value, name, self._key) for name, value in values.items()}
-        others = self._get(process, [target for target in targets.values() if target], expires)
-        found = list[EmbeddingRows | None]()
-        for name in names:
-            holder = targets.get(name) or name
-            value = (others if targets.get(name) else values).get(holder)
-            rows = None if value is None else decoded(value, holder, self._key)
-            if value is not None and rows is None:
-                log.warning("rows in the pool are damaged, of another version, or not ours; they are removed")
-                process.call(PoolRequest("remove", _keys({name, holder})), PUT_SECONDS)
-            found.append(rows)
-        return found
-
-    def _get(self, process: PoolProcess, names: Sequence[str], expires: float) -> dict[str, bytearray]:
-        """Return the values of the names that have any."""
+    def _find(
+        self, process: PoolProcess, names: list[str], expires: float, found: dict[str, EmbeddingRows | None]
+    ) -> None:
+        """Add rows by name, as far as they arrive in time: one value after the other, however large all are."""
         unlike = list(dict.fromkeys(names))
-        if not unlike:
-            return {}
-        _, values = process.call(PoolRequest("get", _keys(unlike)), expires - self._clock.now())
-        return {name: value for name, value in zip(unlike, values, strict=False) if value}
+        for first in range(0, len(unlike), NAMES_AT_ONCE):
+            asked = unlike[first : first + NAMES_AT_ONCE]
+            if self._clock.now() >= expires:
+                break
+            reply, _ = process.call(PoolRequest("exist", _keys(asked)), LOOKUP_SECONDS)
+            for name in [name for name, exists in zip(asked, reply.exist, strict=False) if exists]:
+                if name not in found:
+                    self._read(process, name, expires, found)
+
+    def _read(self, process: PoolProcess, name: str, expires: float, found: dict[str, EmbeddingRows | None]) -> None:
+        """Read the rows of a name, if it is time yet. Its value may be another name, under which they are."""
+        holder, value = name, self._get(process, name, expires)
+        if value and (target := _target(value, name, self._key)):
+            if target in found:
+                found[name] = found[target]
+                return
+            holder, value = target, self._get(process, target, expires)
+        rows = decoded(value, holder, self._key) if value else None
+        if value and rows is None:
+            log.warning("rows in the pool are damaged, of another version, or not ours; they are removed")
+            process.call(PoolRequest("remove", _keys({name, holder})), PUT_SECONDS)
+        found[name] = found[holder] = rows
+
+    def _get(self, process: PoolProcess, name: str, expires: float) -> bytearray | None:
+        """Return the value of a name; None if it has none, or it is too late to begin."""
+        if (left := expires - self._clock.now()) <= 0:
+            return None
+        _, values = process.call(PoolRequest("get", _keys([name])), left + MAX_VALUE_BYTES / SLOWEST)
+        return values[0] if values else None
 
     def _make(self, process: PoolProcess, names: list[str], rows: EmbeddingRows | None) -> None:
         if rows is None:
@@ -226,7 +241,7 @@ class PoolStore:
         pairs += [(one, [_alias(one, name, self._key)]) for one in others]
         for key, value in pairs:
             size = sum(map(len, value))
-            process.call(PoolRequest("put", _keys([key]), [size]), PUT_SECONDS + size / SLOWEST_PUT, value)
+            process.call(PoolRequest("put", _keys([key]), [size]), PUT_SECONDS + size / SLOWEST, value)
 
 
 def _keys(names: Sequence[str] | set[str]) -> list[str]:
