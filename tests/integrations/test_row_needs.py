@@ -195,6 +195,33 @@ def test_an_item_that_fails_ends_its_requests_alone(source: Source, needs: RowNe
     assert len(source.asked) == 3, "another request tries again"
 
 
+def test_an_item_that_fails_for_one_request_is_asked_for_in_the_others_name(source: Source, needs: RowNeeds) -> None:
+    """Once for each: the frontend of the first one may have given it up, and the engine may not know yet."""
+    items = {name: (ticket(name, a=4), [("a", 4)]) for name in "rst"}
+
+    def ready(name: str) -> bool:
+        sealed, missing = items[name]
+        return needs.ready(name, missing, sealed, 0.0)
+
+    for name in items:
+        assert not ready(name)
+    source.asked[0].error = Unavailable("the frontend has given up the request")
+    assert not ready("s")
+    assert not ready("r"), "it waits, too"
+    assert [one.request for one in source.asked] == ["r", "s"]
+    needs.forget("r")
+    assert not source.closed, "the other request still needs it"
+    source.asked[1].error = Unavailable("gone")
+    assert not ready("t")
+    source.asked[2].error = Unavailable("gone")
+    for name in "st":
+        with pytest.raises(Unavailable, match="gone"):
+            ready(name)
+        needs.forget(name)
+    assert len(source.asked) == 3
+    assert needs.num_held == 0
+
+
 def test_two_requests_cant_differ_about_an_item(needs: RowNeeds) -> None:
     needs.ready("1", [("a", 4)], ticket("r", a=4), 0.0)
     with pytest.raises(PlanMismatch):

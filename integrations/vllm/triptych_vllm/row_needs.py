@@ -1,7 +1,8 @@
 """Which rows an engine's requests need, have and wait for. No engine, no socket; callers pass the time.
 
-An item is asked for once, in the name of one request, however many need it. If that request ends before the rows are
-there, the item is asked for again in the name of another: a frontend gives up what its own request no longer needs.
+An item is asked for once, in the name of one request, however many need it. If that request ends or fails before the
+rows are there, the item is asked for again in the name of another: a frontend gives up what its own request no longer
+needs.
 """
 
 import logging
@@ -57,8 +58,8 @@ class _User:
 
     since: float
     ticket: RowTicket | None = None
-    held: dict[str, None] = field(default_factory=dict)
-    """Items that are kept for it."""
+    held: dict[str, bool] = field(default_factory=dict)
+    """Items that are kept for it, each with whether it was asked for in its name."""
     num_bytes: int = 0
     """Size of the items that it may ask for; 0 while it may ask for none."""
 
@@ -138,8 +139,7 @@ class RowNeeds:
             self._keep(identifier, item.need)
         elif asked_by == name and item.need.rows is None:
             self._source.close(item.need)
-            other = next(iter(item.users.values()))
-            item.need = self._ask(other, other.items[identifier])
+            self._ask_for(next(iter(item.users)), identifier, item)
 
     def forget(self, name: str) -> None:
         """Note that a request has ended."""
@@ -162,20 +162,22 @@ class RowNeeds:
         if now - user.since > ticket.timeout:
             raise DeadlineExceeded("the request's time has run out while it waited for rows")
         for identifier, rows in missing:
-            if (item := ticket.items.get(identifier)) is None:
+            if (planned := ticket.items.get(identifier)) is None:
                 raise BadMessage(f"the request's ticket names no item {identifier[:100]!r}")
-            if item.rows != rows:
-                raise PlanMismatch(f"an item has {item.rows} rows by its plan, and the engine expects {rows}")
+            if planned.rows != rows:
+                raise PlanMismatch(f"an item has {planned.rows} rows by its plan, and the engine expects {rows}")
         if not user.num_bytes and not self._admit(user, sum(rows for _, rows in missing) * self._row_bytes):
             return False
         ready = True
         for identifier, _ in missing:
             if identifier not in user.held:
                 self._take(name, user, ticket, identifier)
-            need = self._items[identifier].need
-            if need.error is not None:
-                raise need.error
-            ready &= need.rows is not None
+            item = self._items[identifier]
+            if (error := item.need.error) is not None:
+                if user.held[identifier] or item.need.request == ticket.request:
+                    raise error
+                self._ask_for(name, identifier, item)  # it may be the other request's fault
+            ready &= item.need.rows is not None
         return ready
 
     def _admit(self, user: _User, num_bytes: int) -> bool:
@@ -192,18 +194,26 @@ class RowNeeds:
 
     def _take(self, name: str, user: _User, ticket: RowTicket, identifier: str) -> None:
         planned = ticket.items[identifier]
+        asks = False
         if (item := self._items.get(identifier)) is None:
             rows = self._cached.pop(identifier, None)
             self._num_cached -= 0 if rows is None else rows.nbytes
-            if rows is not None and len(rows) == planned.rows:
-                need = Need(ticket.frontend, ticket.request, planned, ticket.timeout, rows)
-            else:
+            if asks := rows is None or len(rows) != planned.rows:
                 need = self._ask(ticket, planned)
+            else:
+                need = Need(ticket.frontend, ticket.request, planned, ticket.timeout, rows)
             item = self._items[identifier] = _Item(need, {})
         elif item.need.item.rows != planned.rows:
             raise PlanMismatch("two requests name an item that has different rows")
         item.users[name] = ticket
-        user.held[identifier] = None
+        user.held[identifier] = asks
+
+    def _ask_for(self, name: str, identifier: str, item: _Item) -> None:
+        """Ask for an item again, in the name of one of its users."""
+        ticket = item.users[name]
+        item.users = {name: ticket} | item.users
+        self._users[name].held[identifier] = True
+        item.need = self._ask(ticket, ticket.items[identifier])
 
     def _ask(self, ticket: RowTicket, item: TicketItem) -> Need:
         need = Need(ticket.frontend, ticket.request, item, ticket.timeout)
