@@ -13,7 +13,17 @@ from triptych_vllm.start import start_consumer
 
 from tests.support.row_gateway import RowGateway, Rule, raw
 from tests.support.serving import wait_for
-from triptych.errors import CheckpointError, ConfigError
+from triptych.errors import (
+    BadMessage,
+    CheckpointError,
+    ConfigError,
+    DeadlineExceeded,
+    InternalError,
+    PlanMismatch,
+    TriptychError,
+    Unavailable,
+)
+from triptych.job_faults import Culprit
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowLayout
 from triptych.messages.tickets import unseal
@@ -100,6 +110,27 @@ def test_peers_have_the_same_secret_or_no_part_in_it(tmp_path: Path) -> None:
     finally:
         for one in (ours, theirs, open_one):
             one.stop()
+
+
+@pytest.mark.parametrize(
+    ("error", "ends_request"),
+    [
+        (InternalError("the engine's row consumer failed"), False),
+        (Unavailable("the engine ends"), False),
+        (BadMessage("no such item"), True),
+        (PlanMismatch("other rows"), True),
+        (DeadlineExceeded("too late"), True),
+    ],
+)
+def test_frontends_learn_whose_fault_it_is(
+    consumer: ConsumerThread, gateway: RowGateway, error: TriptychError, ends_request: bool
+) -> None:
+    """Other engines may still answer a request that this one has failed."""
+    wait_for(lambda: accepted(consumer, gateway))
+    consumer.failed(unseal(gateway.ticket(["a"]), gateway.key), error)
+    wait_for(lambda: gateway.failed)
+    (failed,) = gateway.failed
+    assert Culprit(failed.culprit).ends_request == ends_request
 
 
 def test_what_is_asked_for_before_a_frontend_is_known_waits(gateway: RowGateway) -> None:

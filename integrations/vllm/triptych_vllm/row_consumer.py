@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from triptych.clock import Clock
-from triptych.errors import InternalError, TriptychError, Unavailable
+from triptych.errors import BadMessage, DeadlineExceeded, InternalError, PlanMismatch, TriptychError, Unavailable
+from triptych.job_faults import Culprit
 from triptych.messages.channel import Channel, endpoint_of
 from triptych.messages.codec import Message
 from triptych.messages.consumers import RowConsumer, RowConsumerAccepted, RowConsumerRefused
@@ -30,6 +31,10 @@ BEAT = 1.0
 """Seconds between two registrations with a frontend."""
 TICK = 0.25
 """Seconds between two looks at deadlines."""
+
+_REQUESTS_OWN = (BadMessage, PlanMismatch, DeadlineExceeded)
+"""Errors of a request that it would end in with another engine, too. Others are this engine's, or an encode
+instance's."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,9 @@ class ConsumerThread:
         self._do(lambda: self._close(need, "no request of the engine needs it any more"))
 
     def failed(self, ticket: RowTicket, error: TriptychError) -> None:
-        self._do(lambda: self._send(ticket.frontend, Failed.of(ticket.request, self._channel.address, error)))
+        culprit = None if isinstance(error, _REQUESTS_OWN) else Culprit.HELPER
+        message = Failed.of(ticket.request, self._channel.address, error, culprit)
+        self._do(lambda: self._send(ticket.frontend, message))
 
     def stop(self) -> None:
         """Give up all that is on its way, and end the thread."""
