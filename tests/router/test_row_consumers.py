@@ -1,11 +1,17 @@
 """Connectors that register with a router."""
 
+import pytest
+
+from tests.support.router_harness import E0, RouterHarness, prompt, request_of, tokens_of
+from triptych.errors import InstanceLost
 from triptych.messages.codec import Message
 from triptych.messages.consumers import RowConsumer, RowConsumerAccepted, RowConsumerRefused
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowLayout
+from triptych.messages.work import Encode, EncodeNeeded, MissingItem
 from triptych.router.row_consumers import RowConsumers
-from triptych.types import Address
+from triptych.router.stream import TokenStream
+from triptych.types import Address, TransferId
 from triptych.virtual_time import VirtualClock
 
 IDENTITY = ModelIdentity("weights", "config", "adapter")
@@ -81,3 +87,29 @@ def test_all_are_roused() -> None:
     world.consumers.rouse()
     assert [to for to, _ in world.sent] == ["c", "d"]
     assert all(isinstance(message, RowConsumerAccepted) for _, message in world.sent)
+
+
+def test_requests_end_whose_queued_items_a_silent_one_has_asked_for() -> None:
+    """It may come back, and wouldn't ask again. Items that an encode instance has go on, and so do others' requests."""
+    h = RouterHarness(E0)
+    connectors = [replaced(address=Address(name), model=ModelIdentity(), width=4) for name in ("c", "d")]
+    for one in connectors:
+        h.router.handle(one)
+
+    def lent(consumer: RowConsumer) -> TokenStream:
+        record = request_of(clock=h.clock)
+        stream, _ = h.router.lifecycle.lend(record, prompt(5), h.router.consumers, timeout=60.0)
+        item = MissingItem(0, TransferId(f"{stream.request}/0"))
+        h.router.handle(EncodeNeeded(stream.request, consumer.address, [item]))
+        return stream
+
+    begun = lent(connectors[0])
+    h.occupy(E0, patches=10**6)
+    dropped, kept = map(lent, connectors)
+    for _ in range(11):
+        h.router.handle(connectors[1])
+        h.wait(1, E0)
+    with pytest.raises(InstanceLost):
+        tokens_of(dropped)
+    assert set(h.router.debug_state().requests) == {begun.request, kept.request}
+    assert len(h.of(Encode)) == 1

@@ -485,11 +485,12 @@ class EncodeDispatcher:
             for key in [*items.queued, *(encode.task.key for encode in items.in_flight.values())]:
                 self._release_item(items, key)
 
-    def consumer_lost(self, consumer: Address) -> None:
-        """Drop the queued items of a language instance that is gone."""
-        for ticket in self._queue:
-            if ticket.work.consumer == consumer:
-                self._dequeue(self._requests[ticket.work.request], ticket.work.key)
+    def consumer_lost(self, consumer: Address) -> list[RequestId]:
+        """Drop the queued items of a language instance, or of another engine, that is gone. Returns their requests."""
+        dropped = [ticket.work for ticket in self._queue if ticket.work.consumer == consumer]
+        for task in dropped:
+            self._dequeue(self._requests[task.request], task.key)
+        return list(dict.fromkeys(task.request for task in dropped))
 
     def instance_lost(self, instance: Instance) -> tuple[list[TransferId], list[RequestId]]:
         """Forget what an encode instance was assigned. Returns all its transfers, whose consumers ask again for the

@@ -115,7 +115,9 @@ class InstanceMessages:
             self._remove_instance(instance, why)
         self._reset_where_messages_were_lost(now)
         for consumer in self._consumers.expire():
-            self._encodes.consumer_lost(consumer)
+            for state in map(self._requests.get, self._encodes.consumer_lost(consumer)):
+                if state is not None:  # a consumer that comes back doesn't know that its items were dropped
+                    self._transitions.requeue(state)
 
     def report(self) -> None:
         """Add events of what has become of the requests of instances that were lost since the last call."""
