@@ -42,6 +42,21 @@ def test_bursts_and_days_keep_the_mean_rate() -> None:
     assert in_bursts / len(made) == pytest.approx(0.8, abs=0.05)
 
 
+@pytest.mark.parametrize(("rate", "share"), [(0.5, 0.1), (2.0, 0.02), (20.0, 0.5)])
+def test_gaps_as_long_as_bursts_keep_the_mean_rate(rate: float, share: float) -> None:
+    arrivals = ArrivalPattern("bursts", period=10.0, share=share, peak=100.0)
+    made = list(RequestMix(kinds=(RequestKind(),), arrivals=arrivals).requests(rate, 2000, seed=0))
+    assert 2000 / made[-1].at == pytest.approx(rate, rel=0.06)
+    assert all(one.at % 10.0 <= 10.0 * share for one in made), "all come in bursts"
+
+
+def test_few_requests_of_conversations_come_at_the_rate_asked_for() -> None:
+    made = list(WORKLOADS["chat"].requests(200.0, 200, seed=0))
+    assert made[0].at >= 0.0
+    assert 200 / made[-1].at == pytest.approx(200.0, rel=0.2)
+    assert sum(one.text > 500 for one in made) > 60, "most are turns that follow others"
+
+
 def test_an_amount_is_what_it_says() -> None:
     rng = random.Random(0)
     drawn = sorted(Amount(median=100, high=400, low=10).draw(rng) for _ in range(5000))

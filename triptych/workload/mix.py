@@ -20,6 +20,8 @@ NORMAL_90 = 1.2816
 """Standard deviations below which 90 % of a normal distribution are."""
 MOST = {"images": 256, "frames": 2**14, "turns": 256}
 """Largest amounts of a kind's request or conversation."""
+MOST_BEFORE = 16
+"""Most conversations that begin before a workload does, as a multiple of the requests that are made."""
 BYTES_PER_PIXEL = 0.25
 """Size of a JPEG file, about."""
 
@@ -90,15 +92,31 @@ class ArrivalPattern(Struct, frozen=True, forbid_unknown_fields=True):
     peak: Annotated[float, Meta(ge=1, le=100)] = 2.0
     """How many times the mean rate comes in a burst, or at noon."""
 
+    @property
+    def largest(self) -> float:
+        """The largest ``factor``."""
+        if self.kind == "poisson":
+            return 1.0
+        return min(self.peak, 1 / self.share if self.kind == "bursts" else 2.0)
+
     def factor(self, at: float) -> float:
         """Return the rate at a time, relative to the mean."""
         phase = at / self.period % 1.0
         if self.kind == "bursts":
-            peak = min(self.peak, 1 / self.share)
-            return peak if phase < self.share else (1 - peak * self.share) / (1 - self.share)
+            peak = self.largest
+            return peak if phase < self.share else max(0.0, (1 - peak * self.share) / (1 - self.share))
         if self.kind == "diurnal":
-            return 1.0 + min(self.peak - 1.0, 1.0) * math.sin(2 * math.pi * phase)
+            return 1.0 + (self.largest - 1.0) * math.sin(2 * math.pi * phase)
         return 1.0
+
+    def times(self, rate: float, rng: random.Random, begin: float) -> Iterator[float]:
+        """Yield times of arrivals without end: those of a Poisson process at the largest rate, thinned to the rate
+        that each time has."""
+        at, largest = begin, self.largest
+        while True:
+            at += rng.expovariate(rate * largest)
+            if self.kind == "poisson" or rng.random() * largest < self.factor(at):
+                yield at
 
 
 class RequestMix(Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,7 +127,8 @@ class RequestMix(Struct, frozen=True, forbid_unknown_fields=True):
     clients: Annotated[int, Meta(ge=1, le=10**6)] = 8
 
     def requests(self, rate: float, number: int, seed: int) -> Iterator[TraceRequest]:
-        """Yield that many requests, ``rate`` a second on average, in order of arrival."""
+        """Yield that many requests, ``rate`` a second on average, in order of arrival. Conversations are in progress
+        when they begin."""
         return _Maker(self, rate, seed).requests(number)
 
 
@@ -191,16 +210,17 @@ class _Maker:
     def requests(self, number: int) -> Iterator[TraceRequest]:
         """Yield requests; the turns of conversations wait until the arrivals have come as far."""
         later: list[tuple[float, int, Iterator[TraceRequest], TraceRequest]] = []
-        mean_turns = self._mean_turns()
-        at, made, order = 0.0, 0, 0
-        while made < number:
-            at += self._rng.expovariate(1.0) * mean_turns / (self._rate * max(0.01, self._workload.arrivals.factor(at)))
-            order += 1
+        made, rate = 0, self._rate / self._mean_turns()
+        begin = -min(self._longest(), MOST_BEFORE * number / rate)
+        for order, at in enumerate(self._workload.arrivals.times(rate, self._rng, begin)):
             self._follow(later, order, self._conversation(at))
-            while later and later[0][0] <= at and made < number:
+            while later and later[0][0] <= at:
                 _, key, conversation, request = heapq.heappop(later)
-                yield request
-                made += 1
+                if request.at >= 0.0:
+                    if made == number:
+                        return
+                    yield request
+                    made += 1
                 self._follow(later, key, conversation)
 
     @staticmethod
@@ -219,6 +239,11 @@ class _Maker:
             for one in kinds
         )
         return max(1.0, sum(weighted) / sum(one.weight for one in kinds))
+
+    def _longest(self) -> float:
+        """Return the mean seconds from the first to the last turn of the longest conversations."""
+        turns = ((one, one.turns.high if isinstance(one.turns, Amount) else one.turns) for one in self._workload.kinds)
+        return max(max(0, most - 1) * one.pause for one, most in turns)
 
     def _conversation(self, at: float) -> Iterator[TraceRequest]:
         rng, kinds = self._rng, self._workload.kinds
