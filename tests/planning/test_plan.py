@@ -13,9 +13,9 @@ from triptych.errors import ConfigError
 from triptych.planning.candidates import Budget, Candidate, candidates
 from triptych.planning.report import Price, advice
 from triptych.planning.search import KeptRate, SearchResult, capacity
-from triptych.planning.trial import Slo, Trial, Trials
+from triptych.planning.trial import Length, Slo, Trial, Trials
 from triptych.topology import Topology
-from triptych.workload.mix import RequestKind, RequestMix
+from triptych.workload.mix import ArrivalPattern, RequestKind, RequestMix
 from triptych.workload.trace import TraceRequest, write_trace
 
 PICTURES = RequestMix(kinds=(RequestKind(images=1, text=20, answer=8),))
@@ -44,6 +44,35 @@ def test_a_trial_says_how_a_rate_is_kept() -> None:
     assert hard.growth > 0.05 or hard.kept < SLO.share
     assert max(hard.busy.values()) > 0.8
     assert "binds" in hard.binds.sentence
+
+
+def test_a_trial_goes_on_until_the_service_is_full() -> None:
+    """Forty requests alone are no load: their answers take longer than they take to come."""
+    answers = RequestMix(kinds=(RequestKind(text=20, answer=300),))
+    slo = Slo(ttft=2.0, tpot=0.02, share=0.95)
+
+    def trial(length: Length | None, number: int, rate: float) -> Trial:
+        requests = Trials(example_profile(), lambda rate: answers.requests(rate, number, 0), slo, length=length)
+        return requests.run(candidate("1EPD"), rate)
+
+    assert trial(None, 40, 20.0).keeps(slo.share)
+    assert not trial(Length(40), 1000, 20.0).keeps(slo.share)
+    kept = trial(Length(40), 1000, 4.0)
+    assert kept.keeps(slo.share)
+    assert kept.tokens_per_second == pytest.approx(4.0 * 300, rel=0.15), "none of the drain's time counts"
+
+
+def test_an_idle_service_keeps_a_rate_however_low() -> None:
+    assert Trials(example_profile(), of_pictures, SLO, length=Length(40)).run(candidate("1EPD"), 0.009).kept == 1.0
+
+
+def test_a_trial_has_whole_periods_of_bursts() -> None:
+    arrivals = ArrivalPattern("bursts", period=20.0, share=0.1, peak=5.0)
+    bursts = RequestMix(kinds=(RequestKind(text=20, answer=2),), arrivals=arrivals)
+    trials = Trials(example_profile(), lambda rate: bursts.requests(rate, 1000, 0), SLO, length=Length(20, 20.0))
+    kept = trials.run(candidate("1EPD"), 5.0)
+    assert kept.rate == 5.0
+    assert kept.tokens_per_second == pytest.approx(10.0, rel=0.4)
 
 
 def test_a_capacity_is_between_what_is_kept_and_what_is_not() -> None:

@@ -3,7 +3,8 @@
 import argparse
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +20,7 @@ from triptych.planning import report
 from triptych.planning.candidates import Budget, Candidate, candidates
 from triptych.planning.plot import draw
 from triptych.planning.search import KeptRate, SearchResult, bound, search
-from triptych.planning.trial import Slo, Trials
+from triptych.planning.trial import MOST_TIMES, Length, Requests, Slo, Trials
 from triptych.topology import Topology
 from triptych.workload.mix import WORKLOADS, read_workload
 from triptych.workload.trace import TraceRequest, read_trace
@@ -69,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=REQUESTS,
         metavar="N",
-        help=f"requests of each simulated run (default: {REQUESTS}); more make sharper percentiles",
+        help=f"least requests of each simulated run (default: {REQUESTS}); more make sharper percentiles",
     )
     parser.add_argument("--seed", type=int, default=0, help="what draws the workload and the spread (default: 0)")
     parser.add_argument(
@@ -90,7 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     profile = read(arguments.profile)
     slo = _objectives(arguments.slo, arguments.attain)
     number = _within("--requests", arguments.requests, 20, MAX_REQUESTS)
-    trials = Trials(profile, _requests(arguments.workload, number, arguments.seed), slo, arguments.seed)
+    workload = _workload(arguments.workload, number, arguments.seed)
+    trials = Trials(profile, workload.requests, slo, arguments.seed, Length(number, workload.period))
     budget = _budget(arguments, profile.machine.cores)
     chosen = _candidates(arguments.topologies, budget, takes_media=profile.model.takes_media)
     price = None if arguments.price is None else report.Price(arguments.price)
@@ -99,6 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
         found = f"{one.rate:.3g} requests/s" if one.rate else "keeps the objectives at no rate"
         console.print(f"{report.describe(one.candidate)}: {found}", markup=False, highlight=False, style="dim")
 
+    if workload.shortened:
+        console.print(workload.shortened, markup=False, highlight=False, style="dim")
     with logs.quiet(logging.ERROR, unless=False):
         result = search(trials, chosen, profile, slo.share, told)
         above = bound(trials, result.chosen)
@@ -197,22 +201,42 @@ def _candidates(names: str | None, budget: Budget, *, takes_media: bool) -> list
     ]
 
 
-def _requests(workload: str, number: int, seed: int) -> Callable[[float], Iterable[TraceRequest]]:
-    """Return what makes the requests at a rate. Raises ConfigError for what is no workload."""
+@dataclass(frozen=True)
+class _Workload:
+    requests: Requests
+    period: float = 0.0
+    """Seconds after which its arrivals repeat; 0 if they are even."""
+    shortened: str = ""
+    """What is told if not all of it is used."""
+
+
+def _workload(workload: str, number: int, seed: int) -> _Workload:
+    """Return what makes the requests. Raises ConfigError for what is no workload."""
+    most = MOST_TIMES * number
     if workload in WORKLOADS or workload.endswith(".toml"):
         mix = WORKLOADS.get(workload) or read_workload(Path(workload))
-        return lambda rate: mix.requests(rate, number, seed)
+        period = 0.0 if mix.arrivals.kind == "poisson" else mix.arrivals.period
+        return _Workload(lambda rate: mix.requests(rate, most, seed), period)
     if not Path(workload).exists():
         raise ConfigError(f"--workload {workload[:200]} is neither a file nor one of {', '.join(WORKLOADS)}")
-    trace = read_trace(Path(workload))[:number]
-    if len(trace) < 2 or trace[-1].at <= trace[0].at:
+    trace = read_trace(Path(workload))
+    first = trace[:number]
+    if len(first) < 2 or first[-1].at <= first[0].at:
         raise ConfigError(f"{workload} has too few requests to plan with: at least two, at different times")
-    return lambda rate: _rescaled(trace, rate)
+    shortened = (
+        ""
+        if len(trace) <= number
+        else (
+            f"The trace has {len(trace)} requests: runs have the first {number}, and more where answers take long. "
+            "--requests sets the number."
+        )
+    )
+    mean = (len(first) - 1) / (first[-1].at - first[0].at)
+    return _Workload(lambda rate: _rescaled(trace[:most], mean / rate), shortened=shortened)
 
 
-def _rescaled(trace: list[TraceRequest], rate: float) -> Iterator[TraceRequest]:
-    """Yield a trace's requests at another mean rate."""
+def _rescaled(trace: list[TraceRequest], scale: float) -> Iterator[TraceRequest]:
+    """Yield a trace's requests with times multiplied by that."""
     began = trace[0].at
-    scale = (len(trace) - 1) / (trace[-1].at - began) / rate
     for one in trace:
         yield TraceRequest((one.at - began) * scale, one.text, one.answer, one.media, one.lead, one.blocks, one.client)

@@ -92,9 +92,8 @@ def capacity(trials: Trials, candidate: Candidate, share: float, guess: float = 
         trial = trials.run(candidate, rate)
         found.trials.append(trial)
         if trial.keeps(share):
-            low, found.at = rate, trial
-            found.rate = trial.rate
-            higher = low * min(max(STEPS[0], FULL / max(trial.busy.values())), STEPS[1])
+            low, found.rate, found.at = rate, rate, trial
+            higher = low * min(max(STEPS[0], FULL / max(1e-9, *trial.busy.values())), STEPS[1])
         else:
             high, found.above = rate, trial
         rate = (low * high) ** 0.5 if low and high else higher if low else rate / 2

@@ -1,7 +1,7 @@
 """One simulated run of a candidate at a rate, and what it comes to."""
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import linear_regression
 
@@ -16,15 +16,20 @@ from triptych.simulate.prompts import Prompts, model_of
 from triptych.simulate.service import SimulatedService
 from triptych.workload.trace import TraceRequest
 
-LONGEST_TRIAL = 3600.0
-"""Simulated seconds after which a trial ends, whatever is left."""
+LONGEST_DRAIN = 3600.0
+"""Simulated seconds after the last arrival at which a trial ends, whatever is left."""
+ANSWER_TIMES = 4
+"""Least length of the arrivals, in median seconds of a request. The first of them isn't counted: it fills the
+service."""
+MOST_TIMES = 32
+"""Most requests of a trial, as a multiple of the least number."""
 MOST_GROWTH = 0.05
 """Seconds of a second by which the time to the first token may grow: few requests tell no more."""
 CHECKS = 0.5
 """Seconds between two looks at whether a trial is lost."""
 
 Requests = Callable[[float], Iterable[TraceRequest]]
-"""Returns a workload's requests at a mean rate."""
+"""Returns a workload's requests at a mean rate, enough for a trial."""
 
 
 @dataclass(frozen=True)
@@ -42,22 +47,32 @@ class Slo:
 
 
 @dataclass(frozen=True)
+class Length:
+    """How long requests of a trial come, at least: until a service is as full as it gets at a rate, which takes some
+    answers' time."""
+
+    requests: int
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Trial:
     """What a candidate did at a rate. Times are in seconds."""
 
     rate: float
-    """Requests per second that came."""
+    """Requests per second that it is for, on average."""
     kept: float
-    """Share of them that kept the objectives; those that weren't waited for didn't."""
+    """Share of those that count which kept the objectives; those that weren't waited for didn't."""
     lost: bool
     """Whether it was ended early, because too few could be kept any more."""
     ttft: tuple[float, float]
     """Median and 99th percentile, of those that were answered."""
     tpot: tuple[float, float]
     tokens_per_second: float
+    """Those of requests that came in a second, and were answered."""
     items_per_second: float
     busy: dict[str, float]
-    """Share of the time that each instance computed, and the frontend worked."""
+    """Share of the time until the last request came that each instance computed, and the frontend worked."""
     binds: Verdict
     growth: float
     """Seconds by which the time to the first token grows in each second: what comes isn't worked off."""
@@ -81,18 +96,21 @@ def percentile(values: Sequence[float], share: float) -> float:
 class Trials:
     """Runs trials of one profile and workload."""
 
-    def __init__(self, profile: Profile, requests: Requests, slo: Slo, seed: int = 0) -> None:
+    def __init__(
+        self, profile: Profile, requests: Requests, slo: Slo, seed: int = 0, length: Length | None = None
+    ) -> None:
+        """Without a length, each trial has all requests that the workload returns, and counts all."""
         self._profile = profile
         self._requests = requests
         self._slo = slo
         self._seed = seed
+        self._length = length
         self._prompts = Prompts(profile)
         self.num_run = 0
 
     def run(self, candidate: Candidate, rate: float, *, whole: bool = False) -> Trial:
         """Simulate a candidate at a rate. A trial that is lost ends early unless it is asked for as a ``whole``."""
         self.num_run += 1
-        requests = list(self._prompts.of(self._requests(rate)))
         service = SimulatedService(
             random.Random(f"{self._seed} {candidate}").getrandbits(32),
             candidate.topology.names,
@@ -103,51 +121,103 @@ class Trials:
             cores=candidate.cores,
         )
         try:
-            return self._watch(service, requests, whole=whole)
+            requests = self._prompts.of(self._requests(rate))
+            return _TrialRun(service, requests, rate, self._slo, self._length).watch(whole=whole)
         finally:
             service.close()
 
-    def _watch(self, service: SimulatedService, requests: list[Asked], *, whole: bool) -> Trial:
-        load = SimulatedLoad(service, requests)
-        most = (1 - self._slo.share) * len(requests)
-        lost, binds, last = False, None, requests[-1].at if requests else 0.0
-        while not load.over and load.now < LONGEST_TRIAL:
-            service.clock.advance(CHECKS)
-            if binds is None and load.now >= last:
-                binds = verdict(service.router.load.samples)
-            if not whole and self._num_late(load) > most:
+
+@dataclass(frozen=True)
+class _Arrived:
+    """What is seen of a service when the last request comes."""
+
+    busy_seconds: dict[str, float]
+    binds: Verdict
+
+
+class _TrialRun:
+    """One trial in progress, at a rate."""
+
+    def __init__(
+        self, service: SimulatedService, requests: Iterable[Asked], rate: float, slo: Slo, length: Length | None
+    ) -> None:
+        self._service = service
+        self._rate = rate
+        self._slo = slo
+        self._length = length or Length(len(requests := list(requests)))
+        self._counts_all = length is None
+        self._answer_seconds = 0.0
+        """Median over the requests that have ended."""
+        self._seen: _Arrived | None = None
+        self._load = SimulatedLoad(service, self._arriving(requests))
+
+    def watch(self, *, whole: bool) -> Trial:
+        """Let time pass until all have ended or, unless the trial is a ``whole``, too many are late."""
+        load, lost = self._load, False
+        between = max(CHECKS, 1 / self._rate)
+        while not load.over and (self._seen is None or load.now < load.outcomes[-1].arrived + LONGEST_DRAIN):
+            self._service.clock.advance(between)
+            self._answer_seconds = percentile([one.took for one in load.outcomes if one.ended and not one.error], 0.5)
+            if not whole and self._num_late() > (1 - self._slo.share) * self._least():
                 lost = True
                 break
-        return self._trial(service, load, requests, lost=lost, binds=binds or verdict(service.router.load.samples))
+        return self._trial(lost=lost)
 
-    def _num_late(self, load: SimulatedLoad) -> int:
+    def _arriving(self, requests: Iterable[Asked]) -> Iterator[Asked]:
+        """Yield requests until there are enough."""
+        for number, asked in enumerate(requests):
+            if number >= self._length.requests and self._is_enough(number, asked.at):
+                break
+            yield asked
+        self._seen = self._look()
+
+    def _is_enough(self, number: int, at: float) -> bool:
+        if number >= MOST_TIMES * self._length.requests:
+            return True
+        return self._answer_seconds > 0 and at >= max(self._length.seconds, ANSWER_TIMES * self._answer_seconds)
+
+    def _look(self) -> _Arrived:
+        service = self._service
+        busy = {one.process.name: one.process.compute.busy_seconds for one in service.instances.values()}
+        return _Arrived({**busy, "frontend": service.frontend.busy_seconds}, verdict(service.router.load.samples))
+
+    def _counted(self) -> list[Answered]:
+        """Return the requests that count: those that came once the service was as full as it gets."""
+        outcomes = self._load.outcomes
+        since = min(self._answer_seconds, outcomes[-1].arrived / 2) if outcomes and not self._counts_all else 0.0
+        return [one for one in outcomes if one.arrived >= since]
+
+    def _least(self) -> float:
+        """Return how many requests will have come, at least, by what is known so far."""
+        came = len(self._load.outcomes)
+        if self._seen is not None:
+            return came
+        return max(came, self._length.requests, ANSWER_TIMES * self._answer_seconds * self._rate)
+
+    def _num_late(self) -> int:
         """Return how many requests have failed their objectives so far."""
-        slo, now = self._slo, load.now
+        slo, now = self._slo, self._load.now
         return sum(
             not slo.kept(one) if one.ended else (one.first_token or now) - one.arrived > slo.ttft
-            for one in load.outcomes
+            for one in self._counted()
         )
 
-    def _trial(
-        self, service: SimulatedService, load: SimulatedLoad, requests: list[Asked], *, lost: bool, binds: Verdict
-    ) -> Trial:
-        answered = [one for one in load.outcomes if one.ended and not one.error]
-        seconds = max(1e-9, load.now)
-        busy = {
-            one.process.name: min(1.0, one.process.compute.busy_seconds / seconds) for one in service.instances.values()
-        }
+    def _trial(self, *, lost: bool) -> Trial:
+        counted, seen = self._counted(), self._seen or self._look()
+        answered = [one for one in counted if one.ended and not one.error]
         ttft, tpot = [one.ttft for one in answered], [one.tpot for one in answered if one.tokens > 1]
-        came = max(1e-9, requests[-1].at) if requests else 1.0
+        last = self._load.outcomes[-1].arrived if counted else 0.0
+        seconds = max(1e-9, last - counted[0].arrived if counted else 0.0)
         return Trial(
-            rate=len(requests) / came,
-            kept=sum(map(self._slo.kept, answered)) / max(1, len(requests)),
+            rate=self._rate,
+            kept=sum(map(self._slo.kept, answered)) / max(1, len(counted)),
             lost=lost,
             ttft=(percentile(ttft, 0.5), percentile(ttft, 0.99)),
             tpot=(percentile(tpot, 0.5), percentile(tpot, 0.99)),
             tokens_per_second=sum(one.tokens for one in answered) / seconds,
             items_per_second=sum(one.num_items for one in answered) / seconds,
-            busy={**busy, "frontend": min(1.0, service.frontend.busy_seconds / seconds)},
-            binds=binds,
+            busy={name: min(1.0, busy / max(1e-9, last)) for name, busy in seen.busy_seconds.items()},
+            binds=seen.binds,
             growth=_slope([one.arrived for one in answered], ttft),
         )
 

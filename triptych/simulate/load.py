@@ -67,6 +67,11 @@ class Answered:
         return self.first_token - self.arrived
 
     @property
+    def took(self) -> float:
+        """Seconds until the last token."""
+        return self.last_token - self.arrived
+
+    @property
     def tpot(self) -> float:
         """Mean seconds between two tokens; 0 with one alone."""
         return (self.last_token - self.first_token) / (self.tokens - 1) if self.tokens > 1 else 0.0

@@ -20,8 +20,8 @@ NORMAL_90 = 1.2816
 """Standard deviations below which 90 % of a normal distribution are."""
 MOST = {"images": 256, "frames": 2**14, "turns": 256}
 """Largest amounts of a kind's request or conversation."""
-MOST_BEFORE = 16
-"""Most conversations that begin before a workload does, as a multiple of the requests that are made."""
+MOST_BEFORE = 20_000
+"""Most conversations that begin before a workload does."""
 BYTES_PER_PIXEL = 0.25
 """Size of a JPEG file, about."""
 
@@ -211,7 +211,7 @@ class _Maker:
         """Yield requests; the turns of conversations wait until the arrivals have come as far."""
         later: list[tuple[float, int, Iterator[TraceRequest], TraceRequest]] = []
         made, rate = 0, self._rate / self._mean_turns()
-        begin = -min(self._longest(), MOST_BEFORE * number / rate)
+        begin = -min(self._longest(), MOST_BEFORE / rate)
         for order, at in enumerate(self._workload.arrivals.times(rate, self._rng, begin)):
             self._follow(later, order, self._conversation(at))
             while later and later[0][0] <= at:
