@@ -7,8 +7,9 @@ import pytest
 
 from tests.support.profiles import batch_seconds, example_profile, step_seconds
 from triptych.costs import profile as profiles
-from triptych.costs.profile import batch_values, step_values
+from triptych.costs.profile import AtThreads, batch_values, step_values
 from triptych.errors import ConfigError
+from triptych.simulate.costs import ProfiledCosts
 
 
 def test_a_written_profile_is_read_again(tmp_path: Path) -> None:
@@ -21,14 +22,26 @@ def test_a_written_profile_is_read_again(tmp_path: Path) -> None:
 def test_costs_are_those_measured() -> None:
     profile = example_profile()
     chunks = [(200, 100), (1, 500), (1, 700)]
-    assert profile.steps_at(1).seconds(**step_values(chunks)) == pytest.approx(step_seconds(chunks), rel=1e-3)
-    assert profile.steps_at(2).seconds(**step_values(chunks)) == pytest.approx(step_seconds(chunks) / 1.6, rel=1e-3)
+    assert profile.steps_at(1).seconds(step_values(chunks)) == pytest.approx(step_seconds(chunks), rel=1e-3)
+    assert profile.steps_at(2).seconds(step_values(chunks)) == pytest.approx(step_seconds(chunks) / 1.6, rel=1e-3)
     assert profile.steps_at(64) == profile.steps_at(2)
-    assert profile.encode_at(2).seconds(**batch_values([300, 20])) == pytest.approx(batch_seconds([300, 20]), rel=1e-3)
+    assert profile.encode_at(2).seconds(batch_values([300, 20])) == pytest.approx(batch_seconds([300, 20]), rel=1e-3)
     assert profile.item(460, 460).rows == 196
     assert profile.slowdown("decode", "encode", shared=False) == 1.2
     assert profile.slowdown("encode", "decode", shared=False) == 1.0
     assert profile.slowdown("encode", "decode", shared=True) == 2.0
+
+
+def test_costs_between_two_numbers_of_threads_are_between_theirs() -> None:
+    """A machine's profile has one thread, half of the cores and all of them."""
+    one, two = example_profile().steps
+    profile = msgspec.structs.replace(example_profile(), steps=(AtThreads(16, two.cost), one))
+    values = step_values([(200, 100), (1, 500)])
+    seconds = [profile.steps_at(threads).seconds(values) for threads in (1, 2, 4, 6, 8, 12, 16)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[2] == pytest.approx((seconds[0] * seconds[-1]) ** 0.5)
+    assert seconds[0] / seconds[-1] == pytest.approx(1.6, rel=1e-3)
+    assert ProfiledCosts(profile).of_instance(4).step([(200, 100), (1, 500)]) == seconds[2]
 
 
 def test_step_values() -> None:

@@ -48,10 +48,8 @@ def test_a_profile_of_the_bundled_model(tmp_path: Path) -> None:
     profile = profiles.read(out)
     assert profile.model.identity == identity_of(MODEL_DIR)
     assert {one.threads for one in profile.steps} >= {1}
-    assert profile.steps_at(1).seconds(**step_values([(128, 0)])) > profile.steps_at(1).seconds(
-        **step_values([(1, 64)])
-    )
-    assert profile.encode_at(1).seconds(**batch_values([100])) > 0
+    assert profile.steps_at(1).seconds(step_values([(128, 0)])) > profile.steps_at(1).seconds(step_values([(1, 64)]))
+    assert profile.encode_at(1).seconds(batch_values([100])) > 0
     assert "shm" in profile.transfers and profile.transfers["shm"].keys() == {"kv", "embeddings"}
     assert {one.cores for one in profile.interference} >= {"shared"}
     assert all(item.rows <= item.tokens < item.patches for item in profile.items)

@@ -7,7 +7,8 @@ All times are in seconds, sizes in bytes. A cost is measured with nothing else a
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -85,6 +86,28 @@ class AtThreads(Struct, frozen=True, forbid_unknown_fields=True):
 
     threads: Threads
     cost: Cost
+
+
+@dataclass(frozen=True)
+class BetweenThreads:
+    """A cost with a number of threads between two that were measured: logarithms of seconds are on a line over those
+    of threads."""
+
+    fewer: Cost
+    more: Cost
+    share: float
+    """How far it is from ``fewer`` to ``more``, 0 to 1."""
+
+    @property
+    def noise(self) -> float:
+        return max(self.fewer.noise, self.more.noise)
+
+    def seconds(self, values: Mapping[str, float]) -> float:
+        """Return the seconds for values of the forms' variables."""
+        seconds = self.fewer.form.seconds(values)
+        if self.share and seconds:
+            seconds *= (self.more.form.seconds(values) / seconds) ** self.share
+        return seconds
 
 
 class Item(Struct, frozen=True, forbid_unknown_fields=True):
@@ -200,14 +223,14 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of a message one way between two processes of a service."""
     interference: Annotated[tuple[Interference, ...], Meta(max_length=MAX_ENTRIES)]
 
-    def encode_at(self, threads: int) -> Cost:
-        """Return the encoder's cost with the measured number of threads nearest to this one. Raises ConfigError for a
-        model without encoder."""
-        return _nearest(self.encode, threads, f"{self.model.name} has no encoder")
+    def encode_at(self, threads: int) -> BetweenThreads:
+        """Return the encoder's cost with a number of threads; beyond those that were measured, with the nearest.
+        Raises ConfigError for a model without encoder."""
+        return _at(self.encode, threads, f"{self.model.name} has no encoder")
 
-    def steps_at(self, threads: int) -> Cost:
-        """Return the cost of steps with the measured number of threads nearest to this one."""
-        return _nearest(self.steps, threads, "the profile has no steps")
+    def steps_at(self, threads: int) -> BetweenThreads:
+        """Return the cost of steps with a number of threads; beyond those that were measured, with the nearest."""
+        return _at(self.steps, threads, "the profile has no steps")
 
     def item(self, width: int, height: int) -> Item:
         """Return the measured image whose number of pixels is nearest. Raises ConfigError for a text model."""
@@ -320,10 +343,14 @@ def write(profile: Profile, path: Path) -> None:
         raise ConfigError(f"{path} can't be written: {error.strerror}") from None
 
 
-def _nearest(costs: tuple[AtThreads, ...], threads: int, missing: str) -> Cost:
+def _at(costs: tuple[AtThreads, ...], threads: int, missing: str) -> BetweenThreads:
     if not costs:
         raise ConfigError(missing)
-    return min(costs, key=lambda one: abs(math.log(one.threads / threads))).cost
+    ordered = sorted(costs, key=lambda one: one.threads)
+    fewer = max((one for one in ordered if one.threads <= threads), key=lambda one: one.threads, default=ordered[0])
+    more = next((one for one in ordered if one.threads >= threads), ordered[-1])
+    share = math.log(threads / fewer.threads) / math.log(more.threads / fewer.threads) if more is not fewer else 0.0
+    return BetweenThreads(fewer.cost, more.cost, share)
 
 
 def _check_settings(profile: Profile) -> None:

@@ -126,7 +126,7 @@ class ProfiledInstance:
         self.spread = SIGMA * max([self._steps.noise, *([self._batches.noise] if self._batches else [])])
 
     def step(self, chunks: Sequence[tuple[int, int]]) -> float:
-        return self._steps.form.seconds(step_values(chunks))
+        return self._steps.seconds(step_values(chunks))
 
     def gap(self, chunks: Sequence[tuple[int, int]]) -> float:
         decoding = sum(length == 1 for length, _ in chunks)
@@ -134,7 +134,7 @@ class ProfiledInstance:
 
     def batch(self, patches: Sequence[int]) -> float:
         assert self._batches is not None, "a model without encoder has no items"
-        return self._batches.form.seconds(batch_values(patches))
+        return self._batches.seconds(batch_values(patches))
 
     def preprocess(self, plan: ItemPlan) -> float:
         header = plan.header
