@@ -10,9 +10,9 @@ from tests.support.profiles import example_profile
 from triptych.cli import make_parser
 from triptych.costs import profile as profiles
 from triptych.errors import ConfigError
-from triptych.planning.candidates import Budget, Candidate, candidates
+from triptych.planning.candidates import Budget, Candidate, candidates, neighbors
 from triptych.planning.report import Price, advice
-from triptych.planning.search import KeptRate, SearchResult, capacity
+from triptych.planning.search import KeptRate, SearchResult, capacity, search
 from triptych.planning.trial import Length, Slo, Trial, Trials
 from triptych.topology import Topology
 from triptych.workload.mix import ArrivalPattern, RequestKind, RequestMix
@@ -105,6 +105,40 @@ def test_all_that_fit_are_candidates() -> None:
     assert {len(one.topology.roles) for one in of_eight} == {8}
     assert {one.threads for one in candidates(Budget(cores=8), takes_media=True) if len(one.topology.roles) == 2} == {4}
     assert len(candidates(Budget(instances=64), takes_media=True)) <= 64
+
+
+@pytest.mark.parametrize("cores", [7, 16, 63, 64, 128, 4096])
+def test_small_topologies_of_each_kind_are_candidates_on_any_machine(cores: int) -> None:
+    found = {str(one) for one in candidates(Budget(cores=cores), takes_media=True)}
+    small = {str(one) for one in candidates(Budget(cores=4), takes_media=True)}
+    assert small <= found
+    assert {"1E1PD", "1E2PD", "1EP1D", "1E1P1D", "2E1P1D"} <= small
+    assert len(found) <= 64
+    larger = [one.topology for one in candidates(Budget(cores=cores), takes_media=True) if len(one.topology.roles) > 4]
+    assert {len(one.groups) for one in larger} == {1, 2, 3}
+    assert max(len(one.roles) for one in larger) == min(cores, 64)
+
+
+def test_neighbors_fit_as_well() -> None:
+    near = {str(one): one for one in neighbors(candidate("4E8PD", 16), Budget(cores=16), takes_media=True)}
+    assert {"5E7PD", "3E9PD", "7E5PD", "4E9PD", "4E11PD", "3E8PD", "1E5PD"} <= near.keys()
+    assert near["4E11PD"].threads == 1
+    assert all(len(one.topology.roles) <= 16 for one in near.values())
+    of_four = neighbors(candidate("1E3PD"), Budget(instances=4, threads=8), takes_media=True)
+    assert [str(one) for one in of_four] == ["2E2PD"]
+
+
+def test_a_search_goes_on_near_the_best() -> None:
+    """Pictures need more encoders than the only split candidate has."""
+    budget = Budget(cores=6)
+
+    def near(one: Candidate) -> Iterable[Candidate]:
+        return neighbors(one, budget, takes_media=True)
+
+    trials = Trials(example_profile(), of_pictures, SLO)
+    found = search(trials, [candidate("1E1PD", 6)], example_profile(), SLO.share, near=near)
+    assert len(found.best.candidate.topology.roles) > 2
+    assert found.best.rate > 1.5 * next(one.rate for one in found.capacities if str(one.candidate) == "1E1PD")
 
 
 def made(topology: str, rate: float) -> KeptRate:

@@ -17,7 +17,7 @@ from triptych.costs.profile import read
 from triptych.errors import ConfigError
 from triptych.observe import logs
 from triptych.planning import report
-from triptych.planning.candidates import Budget, Candidate, candidates
+from triptych.planning.candidates import Budget, Candidate, candidates, neighbors
 from triptych.planning.plot import draw
 from triptych.planning.search import KeptRate, SearchResult, bound, search
 from triptych.planning.trial import MOST_TIMES, Length, Requests, Slo, Trials
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=int, default=0, metavar="N", help="threads of each instance (default: an even share)"
     )
-    parser.add_argument("--topologies", metavar="TOPOLOGY,...", help="what to compare (default: all that fit)")
+    parser.add_argument("--topologies", metavar="TOPOLOGY,...", help="what to compare (default: what fits)")
     parser.add_argument(
         "--requests",
         type=int,
@@ -97,6 +97,10 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = _candidates(arguments.topologies, budget, takes_media=profile.model.takes_media)
     price = None if arguments.price is None else report.Price(arguments.price)
 
+    def near(one: Candidate) -> Iterator[Candidate]:
+        if arguments.topologies is None:
+            yield from neighbors(one, budget, takes_media=profile.model.takes_media)
+
     def told(one: KeptRate) -> None:
         found = f"{one.rate:.3g} requests/s" if one.rate else "keeps the objectives at no rate"
         console.print(f"{report.describe(one.candidate)}: {found}", markup=False, highlight=False, style="dim")
@@ -104,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     if workload.shortened:
         console.print(workload.shortened, markup=False, highlight=False, style="dim")
     with logs.quiet(logging.ERROR, unless=False):
-        result = search(trials, chosen, profile, slo.share, told)
+        result = search(trials, chosen, profile, slo.share, told, near=near)
         above = bound(trials, result.chosen)
         if arguments.plot is not None:
             draw(trials, list(report.shown(result)), arguments.plot)

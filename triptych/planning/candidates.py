@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice, product
 
 from triptych.config import EncodeConfig, EngineConfig, flag
 from triptych.costs.profile import Profile
@@ -9,6 +10,12 @@ from triptych.simulate.instance import InstanceSettings
 from triptych.topology import Role, Topology
 
 MAX_CANDIDATES = 64
+MAX_INSTANCES = 64
+"""Most instances of a candidate."""
+SMALL = 4
+"""Instances up to which all topologies are candidates, however many there are."""
+LARGE = (8, 16, 32)
+"""Larger numbers of instances that are tried besides the largest, where there are too many."""
 STEP_TOKENS = (128, 256, 1024)
 """Token budgets of a step that are tried besides the profile's."""
 OF_ENGINE = ("max_num_seqs", "max_num_batched_tokens", "page_size", "kv_cache_tokens")
@@ -69,16 +76,39 @@ class Candidate:
 
 def candidates(budget: Budget, *, takes_media: bool) -> list[Candidate]:
     """Return the topologies that fit, unsplit ones first: at most as many instances as there are cores, and three, the
-    fewest that have each stage apart."""
-    most = budget.instances or max(budget.cores, 3 if takes_media else 2)
-    sizes = range(1, most + 1) if not budget.instances else [most]
-    found = [
-        Candidate(topology, budget.threads or _threads(budget, size), budget.cores)
-        for size in sizes
-        for topology in _topologies(size, takes_media=takes_media)
-    ]
-    found.sort(key=lambda one: one.is_split)
-    return _thinned(found)
+    fewest that have each stage apart. Where there are too many: all small ones, and larger ones far from each other,
+    near which ``neighbors`` are."""
+    most = _most(budget, takes_media=takes_media)
+    sizes = [most] if budget.instances else range(1, most + 1)
+    every = (one for size in sizes for one in _topologies(size, takes_media=takes_media))
+    found = list(islice(every, MAX_CANDIDATES + 1))
+    if len(found) > MAX_CANDIDATES:
+        found = list(_coarse(most, takes_media=takes_media, least=most if budget.instances else 1))
+    found.sort(key=lambda one: len(one.groups) > 1)
+    return [_candidate(one, budget) for one in found]
+
+
+def neighbors(candidate: Candidate, budget: Budget, *, takes_media: bool) -> Iterator[Candidate]:
+    """Yield candidates that differ by some instances of a role, or of two: by a quarter of them, and by one."""
+    groups, most = candidate.topology.groups, _most(budget, takes_media=takes_media)
+    for step in sorted({max(1, len(candidate.topology.roles) // 4), 1}, reverse=True):
+        changes = [change for change in product((-step, 0, step), repeat=len(groups)) if any(change)]
+        # those that move instances from a role to another are first
+        for change in sorted(changes, key=lambda one: (abs(sum(one)), one)):
+            counts = [count + more for (_, count), more in zip(groups, change, strict=True)]
+            total = sum(counts)
+            if min(counts) >= 1 and (total == most if budget.instances else total <= most):
+                roles = [role for role, _ in groups]
+                yield _candidate(Topology(tuple(zip(roles, counts, strict=True))), budget)
+
+
+def _most(budget: Budget, *, takes_media: bool) -> int:
+    """Return the most instances that a service has."""
+    return budget.instances or min(MAX_INSTANCES, max(budget.cores, 3 if takes_media else 2))
+
+
+def _candidate(topology: Topology, budget: Budget) -> Candidate:
+    return Candidate(topology, budget.threads or _threads(budget, len(topology.roles)), budget.cores)
 
 
 def variants(candidate: Candidate, profile: Profile) -> Iterator[Candidate]:
@@ -109,11 +139,13 @@ def _topologies(size: int, *, takes_media: bool) -> Iterator[Topology]:
             yield Topology(((Role.E, encodes), (Role.P, prefills), (Role.D, size - encodes - prefills)))
 
 
-def _thinned(found: list[Candidate]) -> list[Candidate]:
-    """Return at most ``MAX_CANDIDATES``, evenly chosen among the split ones."""
-    unsplit = [one for one in found if not one.is_split]
-    split = [one for one in found if one.is_split]
-    room = max(1, MAX_CANDIDATES - len(unsplit))
-    if len(split) > room:
-        split = [split[number * len(split) // room] for number in range(room)]
-    return unsplit + split
+def _coarse(most: int, *, takes_media: bool, least: int) -> Iterator[Topology]:
+    """Yield topologies of ``least`` to ``most`` instances: all of ``SMALL`` ones at most, and larger ones whose sizes
+    and shares of roles are far apart."""
+    for size in range(least, min(SMALL, most) + 1):
+        yield from _topologies(size, takes_media=takes_media)
+    for size in [*(size for size in LARGE if least <= size < most), most]:
+        for topology in _topologies(4, takes_media=takes_media):
+            counts = [count * size // 4 for _, count in topology.groups]
+            counts[-1] += size - sum(counts)
+            yield Topology(tuple((role, count) for (role, _), count in zip(topology.groups, counts, strict=True)))

@@ -1,6 +1,6 @@
 """Looks for the candidate that keeps the objectives at the highest rate."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from triptych.costs.profile import Profile
@@ -106,32 +106,71 @@ def search(
     profile: Profile,
     share: float,
     told: Callable[[KeptRate], object] = lambda _: None,
+    *,
+    near: Callable[[Candidate], Iterable[Candidate]] = lambda _: (),
 ) -> SearchResult:
-    """Return the capacities of candidates, and of the best ones' variants. ``told`` is given each one. Raises
-    ConfigError if none keeps the objectives at any rate."""
-    capacities: list[KeptRate] = []
-    for candidate in _with_variants(candidates, capacities, profile):
-        alike = [one.rate for one in capacities if one.candidate.topology == candidate.topology]
-        guess = max(alike or [one.rate for one in capacities], default=0.0) or FIRST_RATE
-        one = capacity(trials, candidate, share, guess)
-        capacities.append(one)
-        told(one)
-    capacities.sort(key=lambda one: (-one.rate, one.candidate.is_split, len(one.candidate.topology.roles)))
+    """Return the capacities of candidates, of better ones that are ``near`` the best, and of the best ones' variants.
+    ``told`` is given each one. Raises ConfigError if none keeps the objectives at any rate."""
+    looking = _Search(trials, share, told)
+    for candidate in candidates:
+        looking.add(candidate)
+    for is_split in (True, False):
+        looking.climb(near, is_split=is_split)
+    for candidate in looking.variants(profile):
+        looking.add(candidate)
+    capacities = looking.ordered
     if not capacities[0].rate:
         raise ConfigError("no topology keeps these objectives, however few requests come: loosen --slo")
     return SearchResult(capacities)
 
 
-def _with_variants(
-    candidates: Sequence[Candidate], capacities: Sequence[KeptRate], profile: Profile
-) -> Iterator[Candidate]:
-    """Yield candidates, then the variants of the best of them, of which the best unsplit one is one."""
-    yield from candidates
-    ordered = sorted(capacities, key=lambda one: -one.rate)
-    unsplit = [one for one in ordered if not one.candidate.is_split][:1]
-    for one in [*ordered[:BEST], *(other for other in unsplit if other not in ordered[:BEST])]:
-        if one.rate:
-            yield from variants(one.candidate, profile)
+class _Search:
+    """What a search has found so far."""
+
+    def __init__(self, trials: Trials, share: float, told: Callable[[KeptRate], object]) -> None:
+        self._trials = trials
+        self._share = share
+        self._told = told
+        self._found: list[KeptRate] = []
+
+    @property
+    def ordered(self) -> list[KeptRate]:
+        """The best first."""
+        return sorted(
+            self._found, key=lambda one: (-one.rate, one.candidate.is_split, len(one.candidate.topology.roles))
+        )
+
+    def add(self, candidate: Candidate, guess: float = 0.0) -> KeptRate:
+        """Find a candidate's capacity, beginning at a guess or at what is known of others."""
+        alike = [one.rate for one in self._found if one.candidate.topology == candidate.topology]
+        guess = guess or max(alike or [one.rate for one in self._found], default=0.0) or FIRST_RATE
+        found = capacity(self._trials, candidate, self._share, guess)
+        self._found.append(found)
+        self._told(found)
+        return found
+
+    def climb(self, near: Callable[[Candidate], Iterable[Candidate]], *, is_split: bool) -> None:
+        """Go from the best candidate of a kind to a better one near it, until there is none."""
+        best = next((one for one in self.ordered if one.candidate.is_split == is_split), None)
+        tried = {str(one.candidate) for one in self._found}
+        while best is not None and best.rate:
+            better = None
+            for candidate in near(best.candidate):
+                if str(candidate) in tried:
+                    continue
+                tried.add(str(candidate))
+                if self._trials.run(candidate, best.rate * PRECISION).keeps(self._share):
+                    better = self.add(candidate, best.rate * PRECISION)
+                    break
+            best = better
+
+    def variants(self, profile: Profile) -> Iterator[Candidate]:
+        """Yield the variants of the best candidates, of which the best unsplit one is one."""
+        ordered = self.ordered
+        unsplit = [one for one in ordered if not one.candidate.is_split][:1]
+        for one in [*ordered[:BEST], *(other for other in unsplit if other not in ordered[:BEST])]:
+            if one.rate:
+                yield from variants(one.candidate, profile)
 
 
 def bound(trials: Trials, found: KeptRate) -> Trial:
