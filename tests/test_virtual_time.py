@@ -56,6 +56,13 @@ def test_a_process_that_stands_still_runs_for_little_of_the_time(clock: VirtualC
     assert readings(clock) == (101.0 + 1.5 * STILL_SECONDS, 131.0 + STILL_SECONDS / 2, 131.0 + STILL_SECONDS / 2)
 
 
+def test_processor_time_is_what_it_is_told(clock: VirtualClock) -> None:
+    clock.advance(3.0)
+    clock.work(0.5)
+    clock.work(0.25)
+    assert clock.processor() == 0.75
+
+
 def test_a_job_takes_the_time_that_it_sleeps(clock: VirtualClock) -> None:
     start: StartExecutor = clock.start_executor
     executor, seen = start(1, "jobs"), list[float]()

@@ -26,6 +26,7 @@ class VirtualClock:
         self._time = seconds
         self._stood_still = 0.0
         """Seconds of it that don't count as running time."""
+        self._worked = 0.0
         self._spent: float | None = None
         """Seconds that the job in progress has taken; None without one."""
         self._events: list[tuple[float, int, Callable[[], object]]] = []
@@ -41,7 +42,11 @@ class VirtualClock:
         return self.monotonic()
 
     def processor(self) -> float:
-        return 0.0
+        return self._worked
+
+    def work(self, seconds: float) -> None:
+        """Count processor time that the process has used."""
+        self._worked += seconds
 
     def sleep(self, seconds: float) -> None:
         """In a job: it takes that much longer. Elsewhere: the time passes."""

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.router_oracle import false_accounts
 from tests.support.simulated_load import MAX_PATCHES, MAX_SEQS, STEP_TOKENS, World
+from triptych.router.verdict import verdict
 from triptych.simulate.costs import LinearCosts
 from triptych.simulate.load import SimulatedLoad
 from triptych.topology import Role
@@ -126,6 +127,15 @@ def test_work_waits_for_the_loops_that_do_it() -> None:
     world.service.close()
     for other in (busy, slowed):
         assert median(one.ttft for one in other.outcomes) > 2 * median(one.ttft for one in quick.outcomes)
+
+
+def test_a_frontend_without_time_binds() -> None:
+    world = World(0, TOPOLOGIES["encoders apart"], LinearCosts(per_request=0.05), max_queue=200)
+    world.ask(200, 26.0)
+    world.service.clock.advance(6.0)
+    found = verdict(world.service.router.load.samples).sentence
+    world.service.close()
+    assert found.startswith("Frontend binds: it is 100 % busy")
 
 
 def test_an_instance_that_joins_takes_work() -> None:

@@ -50,11 +50,12 @@ class FrontendLoop:
     def _begin(self, seconds: float, action: Callable[[], object]) -> None:
         self._is_busy = True
         took = self._machine.seconds("frontend", "frontend", 1, seconds, self._clock.monotonic())
-        self.busy_seconds += took
-        self._clock.call_at(self._clock.monotonic() + took, partial(self._end, action))
+        self._clock.call_at(self._clock.monotonic() + took, partial(self._end, took, action))
 
-    def _end(self, action: Callable[[], object]) -> None:
+    def _end(self, took: float, action: Callable[[], object]) -> None:
         self._is_busy = False
+        self.busy_seconds += took
+        self._clock.work(took)
         action()
         while self._waiting and not self._is_busy:
             seconds, following = self._waiting.popleft()
