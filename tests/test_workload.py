@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from triptych.errors import ConfigError
+from triptych.observe.line_file import LineFile
 from triptych.workload.mix import WORKLOADS, Amount, ArrivalPattern, RequestKind, RequestMix, read_workload
-from triptych.workload.trace import BLOCK_TOKENS, head_line, read_trace, write_trace
+from triptych.workload.trace import BLOCK_TOKENS, head_line, read_trace, trace_line, write_trace
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -121,3 +122,22 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, reason: str
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=reason):
         list(read_trace(path))
+
+
+def test_torn_lines_are_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, made = tmp_path / "trace.jsonl", list(WORKLOADS["documents"].requests(5.0, 9, seed=3))
+    first, second, third = (b"".join(map(trace_line, made[place : place + 3])) for place in (0, 3, 6))
+    path.write_bytes(head_line() + first + second[:-20] + third[:1] + b"\n" + b"[" * (2**20 + 7) + b"\n" + third)
+    assert read_trace(path) == [*made[:5], *made[6:]]
+    assert "2 lines are no requests" in caplog.text
+    assert "line 7" in caplog.text
+
+
+def test_a_later_service_begins_a_line_after_a_torn_one(tmp_path: Path) -> None:
+    path, made = tmp_path / "trace.jsonl", list(WORKLOADS["chat"].requests(5.0, 3, seed=3))
+    write_trace(path, made[:2])
+    path.write_bytes(path.read_bytes()[:-5])
+    file = LineFile(str(path), "--record")
+    file.write(trace_line(made[2]))
+    file.close()
+    assert read_trace(path) == [made[0], made[2]]

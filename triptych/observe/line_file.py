@@ -1,8 +1,10 @@
 """A file that lines are appended to while a service runs, whatever becomes of the disk."""
 
 import logging
+import os
 import sys
 import time
+from pathlib import Path
 from typing import BinaryIO
 
 from triptych.errors import StartError
@@ -27,7 +29,7 @@ class LineFile:
             self._file: BinaryIO = open(path, "ab", buffering=0) if path else sys.stdout.buffer  # noqa: SIM115 - closed by close
         except OSError as error:
             raise StartError(f"{flag} {path}: {error.strerror}") from None
-        self._is_torn = False
+        self._is_torn = self._owns and _is_torn(path)
         self._num_dropped = 0
         self._report_at = 0.0
 
@@ -63,3 +65,16 @@ class LineFile:
             self._report_at = now + LOG_INTERVAL
             log.error("%d lines of %s couldn't be written: %s", self._num_dropped, self._flag, error.strerror)
             self._num_dropped = 0
+
+
+def _is_torn(path: str) -> bool:
+    """Return whether a file ends in the middle of a line, as one does whose writer was killed. One that can't be read
+    doesn't."""
+    try:
+        if not Path(path).is_file():
+            return False  # reading a pipe would wait
+        with open(path, "rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except OSError:
+        return False

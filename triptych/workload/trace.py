@@ -3,15 +3,17 @@
 Texts are numbers of tokens. Equal beginnings are seen by the numbers of their blocks, which mean nothing elsewhere.
 """
 
-import itertools
+import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, BinaryIO, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from triptych.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 64
 """Tokens of text in a block."""
@@ -89,34 +91,52 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """Return a trace's requests by when they came; lines are in the order in which they ended. Raises ConfigError, with
-    the line's number, for another file."""
+    """Return a trace's requests by when they came; lines are in the order in which they ended. Lines that are no
+    requests, such as those that a killed service has torn, are skipped, and a warning counts them. Raises ConfigError
+    for another file, and with the first line's fault for one that has no other lines."""
+    found, faults = list[TraceRequest](), 0
+    fault = ""
     try:
         with path.open("rb") as file:
-            requests = _requests(path, iter(lambda: file.readline(MAX_LINE), b""))
-            found = list(itertools.islice(requests, MAX_REQUESTS + 1))
-            if len(found) > MAX_REQUESTS:
-                raise ConfigError(f"{path} has more than {MAX_REQUESTS} requests: take a part of it")
-            return sorted(found, key=lambda one: one.at)
+            _check_head(path, file.readline(MAX_LINE))
+            for number, line in enumerate(_lines(file), start=2):
+                if line in (head_line(), b"\n"):
+                    continue  # of another frontend, or after a torn line
+                try:
+                    found.append(_request(line))
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigError) as error:
+                    faults, fault = faults + 1, fault or f"line {number}: {error}"
+                if len(found) > MAX_REQUESTS:
+                    raise ConfigError(f"{path} has more than {MAX_REQUESTS} requests: take a part of it")
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from None
+    if faults and not found:
+        raise ConfigError(f"{path}: {fault}")
+    if faults:
+        log.warning("%s: %d lines are no requests and don't count, such as %s", path, faults, fault)
+    return sorted(found, key=lambda one: one.at)
 
 
-def _requests(path: Path, lines: Iterator[bytes]) -> Iterator[TraceRequest]:
+def _check_head(path: Path, line: bytes) -> None:
     try:
-        head = msgspec.json.decode(next(lines, b""), type=_Head)
+        head = msgspec.json.decode(line, type=_Head)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         head = None
     if head is None or head.block_tokens != BLOCK_TOKENS:
         raise ConfigError(f"{path} is no trace: triptych serve --record FILE writes one")
-    for number, line in enumerate(lines, start=2):
-        if not line.endswith(b"\n"):
-            if len(line) < MAX_LINE:
-                return  # the service that wrote it was killed
-            raise ConfigError(f"{path}: line {number} is longer than a request can be")
-        if line in (head_line(), b"\n"):
-            continue  # of another frontend, or after a line that the disk had no room for
-        try:
-            yield _DECODER.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ConfigError(f"{path}: line {number}: {error}") from None
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines that have an end and, of those that are too long, beginnings."""
+    while line := file.readline(MAX_LINE):
+        if not line.endswith(b"\n") and len(line) < MAX_LINE:
+            return  # the service that wrote it was killed
+        yield line
+        while line and not line.endswith(b"\n"):
+            line = file.readline(MAX_LINE)
+
+
+def _request(line: bytes) -> TraceRequest:
+    if not line.endswith(b"\n"):
+        raise ConfigError("it is longer than a request can be")
+    return _DECODER.decode(line)
