@@ -1,14 +1,18 @@
 """Plans: the rates that topologies keep, and what is said of them. Costs are those of an example profile."""
 
 import json
+import shlex
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from tests.support.profiles import example_profile
+from tests.support.profiles import example_profile, point
 from triptych.cli import make_parser
 from triptych.costs import profile as profiles
+from triptych.costs.fitting import fitted, linear
 from triptych.errors import ConfigError
 from triptych.planning.candidates import Budget, Candidate, candidates, neighbors
 from triptych.planning.report import Price, advice
@@ -165,6 +169,44 @@ def test_splitting_is_advised_only_where_it_is_worth_it(found: list[KeptRate], s
     result = SearchResult(found)
     assert advice(result).startswith(said)
     assert str(result.chosen.candidate) == chosen
+
+
+def test_the_command_has_what_was_profiled() -> None:
+    settings = {"quantization": "int8", "max_num_seqs": 256, "max_num_batched_tokens": 512, "kv_cache_tokens": 9000}
+    profile = msgspec.structs.replace(example_profile(), settings={**settings, "encode_latency_ms": 100})
+    one = replace(candidate("1E1PD"), changes={"max_num_batched_tokens": 128})
+    assert one.command("m", profile) == (
+        "triptych serve m --topology 1E1PD --threads 1 --quantization int8 --max-num-seqs 256 "
+        "--max-num-batched-tokens 128 --encode-latency-ms 100"
+    )
+    words = shlex.split(one.command("m", profile))
+    make_parser(["serve"]).parse_args(words[1:])
+
+
+def test_instances_with_machines_of_their_own_join_a_frontend() -> None:
+    (one,) = (
+        one for one in candidates(Budget(instances=2, threads=16), takes_media=True) if str(one.topology) == "1E1PD"
+    )
+    frontend, *instances = one.command("m", example_profile()).splitlines()
+    assert "--role frontend" in frontend
+    assert [line.partition("--role ")[2].split()[:3] for line in instances] == [
+        ["E", "--name", "e0"],
+        ["PD", "--name", "pd0"],
+    ]
+    for line in (frontend, *instances):
+        make_parser(["serve"]).parse_args(shlex.split(line)[1:])
+    assert all("--join FRONTEND:8001" in line and "--threads 16" in line for line in instances)
+
+
+def test_rows_between_machines_take_as_long_as_over_a_network() -> None:
+    profile = example_profile()
+    slow = fitted([point(1.0 + size / 1e6, bytes=size) for size in (2**16, 2**20, 2**24)], linear("bytes"))
+    profile = msgspec.structs.replace(
+        profile, transfers={**profile.transfers, "tcp": dict.fromkeys(("kv", "embeddings"), slow)}
+    )
+    trials = Trials(profile, of_pictures, SLO)
+    one = candidate("1E1PD")
+    assert trials.run(replace(one, cores=0), 1.0, whole=True).ttft[0] > 1.0 + trials.run(one, 1.0).ttft[0]
 
 
 def test_a_price_counts_all_cores() -> None:

@@ -112,14 +112,16 @@ def run(arguments: argparse.Namespace) -> int:
         above = bound(trials, result.chosen)
         if arguments.plot is not None:
             draw(trials, list(report.shown(result)), arguments.plot)
+    command = result.chosen.candidate.command(arguments.model, profile)
     if arguments.json:
-        print(json.dumps(report.as_json(result, slo, above, price, arguments.model), indent=1))
+        print(json.dumps(report.as_json(result, slo, above, price, command), indent=1))
         return 0
     for line in table_lines(_columns(result, price), console.width):
         console.print(line, highlight=False)
     console.print(f"\n{report.advice(result)}", markup=False, highlight=False)
     console.print(f"Beyond that: {above.binds.sentence}", markup=False, highlight=False)
-    console.print(f"Start it: {result.chosen.candidate.command(arguments.model)}", markup=False, highlight=False)
+    between = "\n" if "\n" in command else " "
+    console.print(f"Start it:{between}{command}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

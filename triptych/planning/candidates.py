@@ -1,10 +1,11 @@
 """The services that a plan chooses from."""
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 
-from triptych.config import EncodeConfig, EngineConfig, flag
+from triptych.config import EncodeConfig, EngineConfig, flag, public_fields
 from triptych.costs.profile import Profile
 from triptych.simulate.instance import InstanceSettings
 from triptych.topology import Role, Topology
@@ -18,6 +19,7 @@ LARGE = (8, 16, 32)
 """Larger numbers of instances that are tried besides the largest, where there are too many."""
 STEP_TOKENS = (128, 256, 1024)
 """Token budgets of a step that are tried besides the profile's."""
+SECRET = "--cluster-secret-file secret"
 OF_ENGINE = ("max_num_seqs", "max_num_batched_tokens", "page_size", "kv_cache_tokens")
 OF_ENCODE = ("encode_batch_patches", "encode_latency_ms", "decode_workers", "encode_cache_mb")
 
@@ -57,11 +59,17 @@ class Candidate:
     def __str__(self) -> str:
         return ", ".join([str(self.topology), *(f"{flag(name)} {value}" for name, value in self.changes.items())])
 
-    def command(self, model: str) -> str:
-        """Return the command that starts it."""
-        words = ["triptych serve", model, "--topology", str(self.topology), "--threads", str(self.threads)]
-        words += [word for name, value in self.changes.items() for word in (flag(name), str(value))]
-        return " ".join(words)
+    def command(self, model: str, profile: Profile) -> str:
+        """Return the command that starts it; for machines of their own, the commands of the frontend and instances, a
+        line each. Secret and addresses are to be filled in."""
+        settings = " ".join([f"--threads {self.threads}", *_flags({**_configured(profile), **self.changes})])
+        if self.cores:
+            return f"triptych serve {model} --topology {self.topology} {settings}"
+        lines = [f"--role frontend --control-port 8001 --cluster-host FRONTEND {SECRET}"]
+        for name, role in self.topology.names.items():
+            own = f"--role {role} --name {name} --cluster-host {name.upper()}"
+            lines.append(f"{own} --join FRONTEND:8001 {SECRET} {settings}")
+        return "\n".join(f"triptych serve {model} {line}" for line in lines)
 
     def settings(self, profile: Profile) -> InstanceSettings:
         """Return its instances' settings: the profile's, with its changes."""
@@ -72,6 +80,19 @@ class Candidate:
             EngineConfig(**{**engine, "threads": self.threads, **self.changes}),  # type: ignore[arg-type]
             EncodeConfig(**encode),  # type: ignore[arg-type]
         )
+
+
+def _configured(profile: Profile) -> dict[str, str | int | float | bool]:
+    """Return the settings of a profile that aren't the defaults, and that users can give. The size of its cache is that
+    of the machine's memory."""
+    public = [one for group in (EngineConfig, EncodeConfig) for one in public_fields(group)]
+    defaults = {one.name: one.default for one in public if one.name != "kv_cache_tokens"}
+    found = profile.settings
+    return {name: found[name] for name in defaults if name in found and found[name] != defaults[name]}
+
+
+def _flags(settings: Mapping[str, str | int | float | bool]) -> list[str]:
+    return [f"{flag(name)} {shlex.quote(str(value))}" for name, value in settings.items()]
 
 
 def candidates(budget: Budget, *, takes_media: bool) -> list[Candidate]:

@@ -52,8 +52,8 @@ def advice(result: SearchResult) -> str:
     )
 
 
-def as_json(result: SearchResult, slo: Slo, bound: Trial, price: Price | None, model: str) -> dict[str, Any]:
-    """Return all that was found, for programs."""
+def as_json(result: SearchResult, slo: Slo, bound: Trial, price: Price | None, command: str) -> dict[str, Any]:
+    """Return all that was found, for programs. ``command`` starts the chosen one."""
     unsplit = result.best_unsplit
     return {
         "advice": advice(result),
@@ -62,7 +62,7 @@ def as_json(result: SearchResult, slo: Slo, bound: Trial, price: Price | None, m
         "objectives": {"ttft_s": slo.ttft, "tpot_s": slo.tpot, "share": slo.share},
         "best": str(result.chosen.candidate),
         "best_unsplit": str(unsplit.candidate) if unsplit else None,
-        "command": result.chosen.candidate.command(model),
+        "command": command,
         "binds": bound.binds.sentence,
         "candidates": [_candidate(one, price) for one in result.capacities],
     }

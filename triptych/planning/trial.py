@@ -114,7 +114,8 @@ class Trials:
         service = SimulatedService(
             random.Random(f"{self._seed} {candidate}").getrandbits(32),
             candidate.topology.names,
-            ProfiledCosts(self._profile),
+            # instances with machines of their own share no memory
+            ProfiledCosts(self._profile, "shm" if candidate.cores else "tcp"),
             model=model_of(self._profile),
             settings=candidate.settings(self._profile),
             admission=AdmissionConfig(max_queue=100_000),
