@@ -142,6 +142,8 @@ def test_a_search_goes_on_near_the_best() -> None:
     trials = Trials(example_profile(), of_pictures, SLO)
     found = search(trials, [candidate("1E1PD", 6)], example_profile(), SLO.share, near=near)
     assert len(found.best.candidate.topology.roles) > 2
+    assert found.best.above is not None
+    assert found.best.above.rate / found.best.rate < 1.02, "as near as needed to tell it from others"
     assert found.best.rate > 1.5 * next(one.rate for one in found.capacities if str(one.candidate) == "1E1PD")
 
 

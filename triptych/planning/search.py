@@ -12,6 +12,9 @@ FIRST_RATE = 1.0
 """Requests per second of the first trial."""
 PRECISION = 1.06
 """Ratio of a rate that fails to one that is kept at which the search for a capacity ends."""
+SHARPENED = 2
+"""Times that the distance between the two is halved for the best candidates of both kinds, which are compared: less
+than ``ALIKE`` is left."""
 MOST_TRIALS = 24
 """Trials of one candidate."""
 FULL = 0.9
@@ -100,6 +103,19 @@ def capacity(trials: Trials, candidate: Candidate, share: float, guess: float = 
     return found
 
 
+def sharpen(trials: Trials, found: KeptRate, share: float) -> None:
+    """Move the highest rate that is known to be kept, and the lowest that isn't, nearer to each other."""
+    for _ in range(SHARPENED):
+        if found.above is None or found.at is None:
+            return
+        trial = trials.run(found.candidate, (found.rate * found.above.rate) ** 0.5)
+        found.trials.append(trial)
+        if trial.keeps(share):
+            found.rate, found.at = trial.rate, trial
+        else:
+            found.above = trial
+
+
 def search(
     trials: Trials,
     candidates: Sequence[Candidate],
@@ -118,10 +134,13 @@ def search(
         looking.climb(near, is_split=is_split)
     for candidate in looking.variants(profile):
         looking.add(candidate)
-    capacities = looking.ordered
-    if not capacities[0].rate:
+    result = SearchResult(looking.ordered)
+    if not result.best.rate:
         raise ConfigError("no topology keeps these objectives, however few requests come: loosen --slo")
-    return SearchResult(capacities)
+    for one in (result.best_split, result.best_unsplit):
+        if one is not None:
+            sharpen(trials, one, share)
+    return SearchResult(looking.ordered)
 
 
 class _Search:
