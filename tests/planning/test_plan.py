@@ -51,7 +51,7 @@ def test_a_trial_says_how_a_rate_is_kept() -> None:
 
 
 def test_a_trial_goes_on_until_the_service_is_full() -> None:
-    """Forty requests alone are no load: their answers take longer than they take to come."""
+    """Thirty requests alone are no load: their answers take longer than they take to come."""
     answers = RequestMix(kinds=(RequestKind(text=20, answer=300),))
     slo = Slo(ttft=2.0, tpot=0.02, share=0.95)
 
@@ -59,15 +59,15 @@ def test_a_trial_goes_on_until_the_service_is_full() -> None:
         requests = Trials(example_profile(), lambda rate: answers.requests(rate, number, 0), slo, length=length)
         return requests.run(candidate("1EPD"), rate)
 
-    assert trial(None, 40, 20.0).keeps(slo.share)
-    assert not trial(Length(40), 1000, 20.0).keeps(slo.share)
-    kept = trial(Length(40), 1000, 4.0)
+    assert trial(None, 30, 12.0).keeps(slo.share)
+    assert not trial(Length(30), 1000, 12.0).keeps(slo.share)
+    kept = trial(Length(30), 1000, 4.0)
     assert kept.keeps(slo.share)
-    assert kept.tokens_per_second == pytest.approx(4.0 * 300, rel=0.15), "none of the drain's time counts"
+    assert kept.tokens_per_second == pytest.approx(4.0 * 300), "none of the drain's time counts"
 
 
 def test_an_idle_service_keeps_a_rate_however_low() -> None:
-    assert Trials(example_profile(), of_pictures, SLO, length=Length(40)).run(candidate("1EPD"), 0.009).kept == 1.0
+    assert Trials(example_profile(), of_pictures, SLO, length=Length(20)).run(candidate("1EPD"), 0.005).kept == 1.0
 
 
 def test_a_trial_has_whole_periods_of_bursts() -> None:
@@ -75,8 +75,7 @@ def test_a_trial_has_whole_periods_of_bursts() -> None:
     bursts = RequestMix(kinds=(RequestKind(text=20, answer=2),), arrivals=arrivals)
     trials = Trials(example_profile(), lambda rate: bursts.requests(rate, 1000, 0), SLO, length=Length(20, 20.0))
     kept = trials.run(candidate("1EPD"), 5.0)
-    assert kept.rate == 5.0
-    assert kept.tokens_per_second == pytest.approx(10.0, rel=0.4)
+    assert (kept.rate, kept.tokens_per_second) == pytest.approx((5.0, 10.0))
 
 
 def test_a_capacity_is_between_what_is_kept_and_what_is_not() -> None:
@@ -134,17 +133,17 @@ def test_neighbors_fit_as_well() -> None:
 
 def test_a_search_goes_on_near_the_best() -> None:
     """Pictures need more encoders than the only split candidate has."""
-    budget = Budget(cores=6)
+    budget = Budget(cores=3)
 
     def near(one: Candidate) -> Iterable[Candidate]:
         return neighbors(one, budget, takes_media=True)
 
-    trials = Trials(example_profile(), of_pictures, SLO)
-    found = search(trials, [candidate("1E1PD", 6)], example_profile(), SLO.share, near=near)
-    assert len(found.best.candidate.topology.roles) > 2
+    trials = Trials(example_profile(), lambda rate: PICTURES.requests(rate, 16, seed=0), SLO)
+    found = search(trials, [candidate("1E1PD", 3)], example_profile(), SLO.share, near=near)
+    assert str(found.best.candidate).startswith("2E1PD")
     assert found.best.above is not None
     assert found.best.above.rate / found.best.rate < 1.02, "as near as needed to tell it from others"
-    assert found.best.rate > 1.5 * next(one.rate for one in found.capacities if str(one.candidate) == "1E1PD")
+    assert found.best.rate > 1.2 * next(one.rate for one in found.capacities if str(one.candidate) == "1E1PD")
 
 
 def made(topology: str, rate: float) -> KeptRate:
@@ -179,7 +178,7 @@ def test_the_command_has_what_was_profiled() -> None:
     one = replace(candidate("1E1PD"), changes={"max_num_batched_tokens": 128})
     assert one.command("m", profile) == (
         "triptych serve m --topology 1E1PD --threads 1 --quantization int8 --max-num-seqs 256 "
-        "--max-num-batched-tokens 128 --encode-latency-ms 100"
+        "--encode-latency-ms 100 --max-num-batched-tokens 128"
     )
     words = shlex.split(one.command("m", profile))
     make_parser(["serve"]).parse_args(words[1:])

@@ -69,7 +69,7 @@ class Trial:
     """Median and 99th percentile, of those that were answered."""
     tpot: tuple[float, float]
     tokens_per_second: float
-    """Those of requests that came in a second, and were answered."""
+    """Those of the requests that come in a second, and are answered."""
     items_per_second: float
     busy: dict[str, float]
     """Share of the time until the last request came that each instance computed, and the frontend worked."""
@@ -208,15 +208,15 @@ class _TrialRun:
         answered = [one for one in counted if one.ended and not one.error]
         ttft, tpot = [one.ttft for one in answered], [one.tpot for one in answered if one.tokens > 1]
         last = self._load.outcomes[-1].arrived if counted else 0.0
-        seconds = max(1e-9, last - counted[0].arrived if counted else 0.0)
+        of_each = self._rate / max(1, len(counted))
         return Trial(
             rate=self._rate,
             kept=sum(map(self._slo.kept, answered)) / max(1, len(counted)),
             lost=lost,
             ttft=(percentile(ttft, 0.5), percentile(ttft, 0.99)),
             tpot=(percentile(tpot, 0.5), percentile(tpot, 0.99)),
-            tokens_per_second=sum(one.tokens for one in answered) / seconds,
-            items_per_second=sum(one.num_items for one in answered) / seconds,
+            tokens_per_second=of_each * sum(one.tokens for one in answered),
+            items_per_second=of_each * sum(one.num_items for one in answered),
             busy={name: min(1.0, busy / max(1e-9, last)) for name, busy in seen.busy_seconds.items()},
             binds=seen.binds,
             growth=_slope([one.arrived for one in answered], ttft),
