@@ -416,17 +416,24 @@ def test_a_server_that_says_it_is_ill_is_lost(folder: Path) -> None:
         assert ServerState.LOST in states(service)
 
 
-def test_clients_take_turns(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "fields"),
+    [({}, {}), ({}, {"max_tokens": -(10**12)}), ({"max_tokens": 10**300}, {}), ({"max_completion_tokens": 1e300}, {})],
+)
+def test_clients_take_turns(folder: Path, before: dict[str, Any], fields: dict[str, Any]) -> None:
+    """Whatever numbers the one with many requests sends, or another one has sent before."""
     with vllm_server(folder) as server, gateway(folder, server) as service, ThreadPoolExecutor(16) as threads:
         ready(service)
-        server.behaviours += ["hang"] * 4
 
-        def ask(client_name: str) -> None:
+        def ask(client_name: str, **more: Any) -> None:
             with service.client() as client:
-                body = service.body(user=client_name)
+                body = service.body(user=client_name, **more)
                 assert client.post(CHAT, json=body, headers={"authorization": client_name}).status_code == 200
 
-        many = [threads.submit(ask, "many") for _ in range(12)]
+        for _ in range(2):
+            ask("another", **before)
+        server.behaviours += ["hang"] * 4
+        many = [threads.submit(ask, "many", **fields) for _ in range(12)]
         wait_for(lambda: (service.running.frontend.router.servers or ()) and num_waiting(service) == 8)
         few = threads.submit(ask, "few")
         wait_for(lambda: num_waiting(service) == 9)
@@ -434,7 +441,14 @@ def test_clients_take_turns(folder: Path) -> None:
         few.result()
         for one in many:
             one.result()
-        assert [body["user"] for body in server.bodies].index("few") < 8
+        assert [body["user"] for body in server.bodies].index("few") < 2 + 8
+
+
+def test_numbers_beyond_all_limits_are_the_servers_to_judge(both: tuple[Served, VllmServer]) -> None:
+    service, server = both
+    fields = {"max_tokens": 10**400, "priority": 2**70}
+    assert service.text([image_part(image(seed=90))], **fields) == WORDS
+    assert {name: server.bodies[0][name] for name in fields} == fields
 
 
 def num_waiting(service: Served) -> int:

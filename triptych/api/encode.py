@@ -14,7 +14,7 @@ from pydantic import Field
 
 from triptych.api.context import ApiContext
 from triptych.api.conversation import plan_conversation
-from triptych.api.fields import MAX_TIMEOUT, Name
+from triptych.api.fields import MAX_PRIORITY, MAX_TIMEOUT, Name
 from triptych.api.generation import RequestContext, check_model
 from triptych.api.media_parts import media_parts
 from triptych.api.plan import media_item
@@ -40,7 +40,7 @@ class MediaFields(ConversationFields):
 
     cache_salt: Name | None = None
     """Requests only share cached embeddings with requests of the same salt."""
-    priority: int | None = Field(None, ge=0, le=2**31 - 1)
+    priority: int | None = Field(None, ge=0, le=MAX_PRIORITY)
     """Lower values are scheduled first."""
     timeout: float | None = Field(None, gt=0.0, le=MAX_TIMEOUT)
     """Deadline in seconds from the request's arrival. The service's own limit still applies."""

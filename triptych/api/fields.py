@@ -44,6 +44,7 @@ MAX_GRAMMAR_LENGTH = 2**16
 _ANY_OBJECT = {"type": "object"}
 MAX_NAME = 128
 MAX_TIMEOUT = 86_400.0
+MAX_PRIORITY = 2**31 - 1
 STRING, ARRAY, OBJECT = "<string>", "<array>", "<object>"
 TEXTS, TOKENS, TOKEN_LISTS = "<texts>", "<tokens>", "<token lists>"
 NAMED, ALLOWED = "<named>", "<allowed>"
@@ -273,7 +274,7 @@ class ExtraFields(StrictModel):
     structured_outputs: StructuredOutputs | None = None
     cache_salt: Name | None = None
     """Requests only share cached prefixes with requests of the same salt."""
-    priority: int | None = Field(None, ge=0, le=2**31 - 1)
+    priority: int | None = Field(None, ge=0, le=MAX_PRIORITY)
     """Lower values are scheduled first. Clients can only lower their priority, because all would raise it."""
     timeout: float | None = Field(None, gt=0.0, le=MAX_TIMEOUT)
     """Deadline in seconds from the request's arrival, like the header X-Request-Timeout. The service's own limit still

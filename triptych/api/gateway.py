@@ -16,7 +16,7 @@ from pydantic_core import from_json
 
 from triptych.api.context import ApiContext
 from triptych.api.encode import collect_rows, file_text, npy_text
-from triptych.api.fields import MAX_NAME
+from triptych.api.fields import MAX_NAME, MAX_PRIORITY
 from triptych.api.generation import NO_MODEL, RequestContext
 from triptych.api.media_parts import MediaSettings, PartIndex, check_parts, fetch_all, media_parts
 from triptych.api.schemas import MAX_MESSAGES, MAX_PARTS, ConversationFields
@@ -69,9 +69,9 @@ class Forwarded:
 
     @property
     def priority(self) -> int:
-        """Lower goes first; 0 for one that isn't a priority here."""
+        """Lower goes first; 0 for one that isn't a number. Clients can't go before others, here as in other chats."""
         priority = self.fields.get("priority")
-        return priority if isinstance(priority, int) and priority >= 0 else 0
+        return min(max(priority, 0), MAX_PRIORITY) if isinstance(priority, int) else 0
 
     @contextmanager
     def prepared(self, model: str) -> Iterator[Prepared]:
@@ -109,8 +109,12 @@ class Forwarded:
 
     @property
     def cost(self) -> float:
-        most = self.fields.get("max_completion_tokens") or self.fields.get("max_tokens") or DEFAULT_TOKENS
-        return self.text_length / CHARACTERS_PER_TOKEN + self.num_rows + (most if isinstance(most, int) else 0)
+        """About its tokens. A client may send any number: the server judges it, and here it counts within limits."""
+        most = self.fields.get("max_completion_tokens") or self.fields.get("max_tokens")
+        if not isinstance(most, int | float):
+            most = DEFAULT_TOKENS
+        generated = min(max(most, 0), self.api.context_length)
+        return self.text_length / CHARACTERS_PER_TOKEN + self.num_rows + generated
 
 
 def parse(text: bytes) -> dict[str, Any]:
