@@ -214,6 +214,34 @@ def test_encode_instances_that_are_lost(folder: Path) -> None:
         wait_for(lambda: not service.running.frontend.router.num_requests)
 
 
+def test_text_needs_no_connector(
+    all_three: tuple[Served, VllmServer, Connector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream goes on when the connector is silent, other texts are answered, and media wait for it."""
+    service, server, _ = all_three
+    servers = service.running.frontend.router.servers
+    assert servers is not None
+    server.opened.clear()
+    server.behaviours.append("pause")
+    with (
+        service.client() as client,
+        client.stream("POST", CHAT, json=service.body(stream=True)) as response,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        with monkeypatch.context() as silent:
+            silent.setattr(servers, "has_connector", lambda _: False)
+            wait_for(lambda: all("connector" in one.why for one in servers))
+            assert states(service) == ["serving"]
+            media = threads.submit(service.text, [image_part(image(seed=80))])
+            wait_for(lambda: servers.num_waiting == 1)
+            assert service.text() == WORDS
+            server.opened.set()
+            assert "data: [DONE]" in list(lines)
+        assert media.result() == WORDS
+
+
 def test_servers_are_told_apart_by_name(folder: Path) -> None:
     with (
         vllm_server(folder) as one,

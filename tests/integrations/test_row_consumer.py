@@ -1,5 +1,6 @@
 """The thread of triptych-vllm that fetches rows, over real sockets and real shared memory."""
 
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -264,6 +265,14 @@ def test_a_frontend_that_says_nothing_is_given_up(consumer: ConsumerThread, gate
     assert not accepted(consumer, gateway)
     gateway.silent, gateway.rule = False, lambda *_: True
     assert fetched(consumer, gateway, "a").rows is not None
+
+
+def test_registrations_come_several_times_before_one_expires(consumer: ConsumerThread, gateway: RowGateway) -> None:
+    gateway.expiry = 0.4
+    wait_for(lambda: accepted(consumer, gateway))
+    beats, started_at = gateway.beats, time.monotonic()
+    wait_for(lambda: gateway.beats >= beats + 10)
+    assert time.monotonic() - started_at < 5.0
 
 
 def test_a_frontend_that_announces_a_request_is_news(consumer: ConsumerThread, gateway: RowGateway) -> None:

@@ -24,6 +24,7 @@ from triptych.api.validation import parse_request
 from triptych.errors import InvalidRequest, TriptychError, UnknownModel, UnsupportedField, UnsupportedValue
 from triptych.gateway.answers import ServerAnswer
 from triptych.gateway.relay import AnswerPart, Call, Prepared, Relay
+from triptych.gateway.servers import Needs
 from triptych.messages.tickets import PARAMETER
 from triptych.models.vllm_grids import image_part, placeholder_part
 from triptych.observe.requests import ChoiceRecord
@@ -288,6 +289,7 @@ class _Answering:
             request=context.record.id,
             client=context.record.client,
             cost=chat.cost,
+            needs=Needs(connector=chat.prompt is not None),
             prepared=chat.prepared,
             remaining=lambda: context.remaining,
             hold=context.hold,

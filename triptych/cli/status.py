@@ -107,7 +107,8 @@ def _table(status: Status) -> Table:
             state, restarts = _state(process), str(process.restarts)
             table.add_row(process.name, role, "", "", state, "", restarts, *[process.node] * remote)
     for server in status.servers:
-        work = f"{server.running} running" if server.state == "serving" else f"{server.state}: {server.why}"
+        work = f"{server.running} running" if server.state == "serving" else server.state
+        work += f": {server.why}" if server.why else ""
         table.add_row(server.name, "vLLM", "", server.url, work, "", str(server.losses), *[""] * remote)
     for spare in status.spares:
         state = f"free: {spare.asks}" if spare.node else f"pending: {spare.pending or spare.asks}"

@@ -21,7 +21,7 @@ from triptych.gateway.answers import (
     read_events,
     refusal,
 )
-from triptych.gateway.servers import Server, Servers
+from triptych.gateway.servers import Needs, Server, Servers
 
 T = TypeVar("T")
 
@@ -42,6 +42,7 @@ class Call:
     client: str
     cost: float
     """About its tokens, by which clients are charged for their turns."""
+    needs: Needs
     prepared: "Callable[[str], AbstractContextManager[Prepared]]"
     """Prepares it for a server, given the model's name there. Inside it is at that server."""
     remaining: Callable[[], float]
@@ -161,7 +162,7 @@ class Relay:
 
     @asynccontextmanager
     async def _attempt(self, call: Call, avoid: Collection[Server]) -> AsyncIterator[_Attempt]:
-        turn = self._servers.turn(call.client, call.cost, avoid)
+        turn = self._servers.turn(call.client, call.cost, call.needs, avoid)
         try:
             async with asyncio.timeout(call.remaining()):
                 server, lost = await turn.__aenter__()

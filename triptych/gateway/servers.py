@@ -50,7 +50,9 @@ class Server:
     url: str
     state: ServerState = ServerState.AWAITED
     why: str = ""
-    """Why it isn't serving; empty if it is."""
+    """Why it isn't serving, or serves text alone; otherwise empty."""
+    connected: bool = False
+    """Whether its connector is there."""
     card: Card = field(default_factory=Card)
     """What it says of itself."""
     running: int = 0
@@ -68,11 +70,25 @@ class Server:
         return ServerStatus(self.name, self.url, self.state, self.why, self.running, self.losses)
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What a server must have for a request."""
+
+    connector: bool = False
+    """Which asks for the request's rows."""
+
+    def are_met(self, server: Server) -> bool:
+        """Return whether a server serves, and has that."""
+        return server.state is ServerState.SERVING and (server.connected or not self.connector)
+
+
 @dataclass(eq=False)
 class _WaitingCall:
-    client: str
+    needs: Needs
     granted: "asyncio.Future[tuple[Server, asyncio.Future[None]]]"
     avoid: Collection[Server]
+    served: float
+    """When a server that it could go to last served."""
 
 
 @dataclass(frozen=True)
@@ -167,14 +183,15 @@ class Servers:
 
     @asynccontextmanager
     async def turn(
-        self, client: str, cost: float, avoid: Collection[Server] = ()
+        self, client: str, cost: float, needs: Needs, avoid: Collection[Server] = ()
     ) -> AsyncIterator[tuple[Server, "asyncio.Future[None]"]]:
-        """Wait for the client's turn, and for a server with room; inside, it has the request. Yields also what is done
-        once that server is lost. Servers in ``avoid`` are taken if no other serves. Raises Unavailable if none serves
-        for too long."""
+        """Wait for the client's turn, and for a server with room that meets the ``needs``; inside, it has the request.
+        Yields also what is done once that server is lost. Servers in ``avoid`` are taken if no other serves. Raises
+        Unavailable if none serves for too long."""
         self.check()
-        waiting = _WaitingCall(client, asyncio.get_running_loop().create_future(), avoid)
-        ticket = self._queue.add(waiting, client, cost)
+        served = self._served if self.missing else self._clock.now()
+        waiting = _WaitingCall(needs, asyncio.get_running_loop().create_future(), avoid, served)
+        ticket = self._queue.add(waiting, client, cost, kind=needs)
         self._grant()
         try:
             server, lost = await waiting.granted
@@ -204,7 +221,7 @@ class Servers:
 
     def _choose(self, waiting: _WaitingCall) -> Server | None:
         """Return the server with the least requests that a request may go to; None if all are full."""
-        serving = [server for server in self._all if server.state is ServerState.SERVING]
+        serving = [server for server in self._all if waiting.needs.are_met(server)]
         usual = [server for server in serving if server not in waiting.avoid] or serving
         least = min(usual, key=lambda server: server.running, default=None)
         return least if least is not None and least.running < self._limit else None
@@ -222,14 +239,18 @@ class Servers:
             await asyncio.sleep(CHECK_SECONDS)
 
     def _expire(self) -> None:
-        """Give up requests that have waited for too long for any server."""
+        """Give up requests that have waited for too long for any server that they could go to."""
+        now = self._clock.now()
         if not self.missing:
-            self._served = self._clock.now()
-        elif self._clock.now() > self._served + self._hold:
-            for ticket in list(self._queue):
+            self._served = now
+        for ticket in list(self._queue):
+            waiting = ticket.work
+            if any(map(waiting.needs.are_met, self._all)):
+                waiting.served = now
+            elif now > waiting.served + self._hold:
                 self._queue.remove(ticket)
-                if not ticket.work.granted.done():
-                    ticket.work.granted.set_exception(Unavailable("no language server is ready"))
+                if not waiting.granted.done():
+                    waiting.granted.set_exception(Unavailable("no language server is ready for the request"))
 
     async def _check_now(self, server: Server) -> None:
         try:
@@ -244,11 +265,16 @@ class Servers:
             self.lose(server, f"can't be reached: {type(error).__name__}")
             return
         server.silent_checks = 0
+        server.connected = self.is_connected and self.has_connector(server.url.partition("://")[2])
+        why = "its connector isn't there" if self.is_connected and not server.connected else ""
         if response.status_code != httpx.codes.OK:
             self.lose(server, f"its health check answers {response.status_code}")
-        elif self.is_connected and not self.has_connector(server.url.partition("://")[2]):
-            self.lose(server, "its connector isn't there")
-        elif server.state is not ServerState.SERVING:
+        elif server.state is ServerState.SERVING:  # what it has goes on without the connector
+            self._set(server, ServerState.SERVING, why and f"only text: {why}")
+            self._grant()
+        elif why:
+            self.lose(server, why)
+        else:
             await self._register(server)
 
     async def _register(self, server: Server) -> None:
@@ -290,8 +316,9 @@ class Servers:
         if not changed:
             return
         text = f"{server.name} at {server.url}: {state}{f', {why}' if why else ''}"
-        log.log(logging.INFO if state is ServerState.SERVING else logging.WARNING, "%s", text)
-        self.tell({ServerState.SERVING: "joined", ServerState.LOST: "lost"}.get(state, "failed"), text)
+        kind = "lost" if state is ServerState.LOST else "failed" if why else "joined"
+        log.log(logging.INFO if kind == "joined" else logging.WARNING, "%s", text)
+        self.tell(kind, text)
 
     async def _read(self, method: str, url: str, json: object = None) -> httpx.Response:
         """Return a response with its body, if that isn't longer than ``MAX_CHECK_BYTES``."""

@@ -13,8 +13,9 @@ KEY_BYTES = 32
 
 
 class RowConsumer(Struct, frozen=True, tag=True):
-    """Consumer → frontend: this process asks for rows, as a language instance does. Sent about every second: the first
-    registers it, and the others keep it registered. Answered by RowConsumerAccepted or RowConsumerRefused."""
+    """Consumer → frontend: this process asks for rows, as a language instance does. Sent again and
+    again: the first registers it, and the others keep it registered. Answered by RowConsumerAccepted or
+    RowConsumerRefused."""
 
     address: Address
     name: str

@@ -134,7 +134,7 @@ class ServerStatus(Struct, frozen=True):
     state: Text
     """A ``gateway.servers.ServerState``."""
     why: Text = ""
-    """Why it isn't serving."""
+    """Why it isn't serving, or serves text alone."""
     running: Count = 0
     """Requests that it has."""
     losses: Count = 0

@@ -27,8 +27,10 @@ from triptych_vllm.row_needs import Need
 
 log = logging.getLogger(__name__)
 
-BEAT = 1.0
-"""Seconds between two registrations with a frontend."""
+BEAT, MIN_BEAT = 1.0, 0.05
+"""Seconds between two registrations with a frontend, and the least that one may ask for."""
+BEATS_PER_EXPIRY = 4
+"""Registrations in the time after which a frontend gives an engine up: that one is late must not end anything."""
 TICK = 0.25
 """Seconds between two looks at deadlines."""
 
@@ -144,7 +146,7 @@ class ConsumerThread:
             self._refusals = dict.fromkeys(self._joins, str(error))
         while not self._stopping:
             try:
-                for message in self._channel.receive(TICK):
+                for message in self._channel.receive(min(TICK, self._interval)):
                     self._handle(message)
                 while self._work:
                     self._work.popleft()()
@@ -243,9 +245,15 @@ class ConsumerThread:
             for address, known in list(self._frontends.items()):
                 if now - known.heard > known.accepted.expiry:
                     self._forget(address, "the frontend is gone")
-        if now >= self._beat:
-            self._beat = now + BEAT
+        if now >= self._beat + self._interval:
+            self._beat = now
             self._register()
+
+    @property
+    def _interval(self) -> float:
+        """Seconds between two registrations, as the frontend needs them that gives up soonest."""
+        wanted = (one.accepted.expiry / BEATS_PER_EXPIRY for one in self._frontends.values())
+        return max(MIN_BEAT, min((BEAT, *wanted)))
 
     def _register(self) -> None:
         if self._identity is None:
