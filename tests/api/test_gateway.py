@@ -281,6 +281,19 @@ def test_servers_of_another_model_get_nothing(folder: Path, tmp_path: Path) -> N
         assert "tokenizer" in why[1]
 
 
+def test_a_checkpoint_that_cant_be_read_is_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with (
+        vllm_server(folder, root=str(tmp_path)) as one,
+        vllm_server(folder, root="/" + "x" * 5000) as two,
+        gateway(folder, one, two) as service,
+    ):
+        wait_for(lambda: states(service) == ["refused", "refused"])
+        why = [server.why for server in service.running.frontend.router.servers or ()]
+        assert str(tmp_path) in why[0]
+        assert all("checkpoint can't be compared" in one for one in why)
+
+
 @pytest.mark.parametrize(
     ("behaviour", "stream"),
     [(one, stream) for one in ("500", "429", "break") for stream in (False, True)]

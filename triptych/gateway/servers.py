@@ -13,7 +13,7 @@ import httpx
 from triptych.clock import Clock
 from triptych.config import EnginesConfig
 from triptych.config.engines import CONNECTED
-from triptych.errors import Unavailable
+from triptych.errors import TriptychError, Unavailable
 from triptych.fair_queue import FairQueue
 from triptych.gateway.registration import Card, Refused, read_card, read_tokens
 from triptych.messages.operations import ServerStatus
@@ -100,7 +100,7 @@ class Probe:
     """Those of ``text``."""
     check_root: Callable[[str], str]
     """Returns how the checkpoint at a server's path differs; empty if it doesn't, or isn't on this machine. It may take
-    long, and is called on another thread."""
+    long, and is called on another thread. Raises CheckpointError for one on this machine that can't be read."""
 
 
 class Servers:
@@ -233,8 +233,11 @@ class Servers:
             try:
                 async with server.checking:
                     await self._check_now(server)
-            except Exception:  # whatever it answers, it must be asked again
-                log.exception("%s couldn't be checked", server.name)
+            except Exception as error:  # whatever it answers, it must be asked again
+                why = f"can't be checked: {type(error).__name__}"
+                if server.why != why:
+                    log.exception("%s at %s %s", server.name, server.url, why)
+                server.why = why
             self._expire()
             await asyncio.sleep(CHECK_SECONDS)
 
@@ -290,6 +293,8 @@ class Servers:
                 raise Refused(f"it serves another checkpoint: {difference}")
         except Refused as refused:
             self._set(server, ServerState.REFUSED, str(refused))
+        except TriptychError as error:
+            self._set(server, ServerState.REFUSED, f"its checkpoint can't be compared: {error}")
         except (TimeoutError, httpx.HTTPError) as error:
             self._set(server, server.state, f"can't be asked for its model: {type(error).__name__}")
         else:

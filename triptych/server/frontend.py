@@ -24,7 +24,7 @@ from triptych.api.uuid_cache import UuidMediaCache
 from triptych.checkpoint.config_files import load_config
 from triptych.clock import Clock, SystemClock
 from triptych.config import FrontendConfig, MediaConfig, ObserveConfig, ServeConfig
-from triptych.errors import BadAddress, ConfigError, InstanceLost, StartError, TriptychError
+from triptych.errors import BadAddress, CheckpointError, ConfigError, InstanceLost, StartError, TriptychError
 from triptych.gateway.servers import Probe, Servers
 from triptych.messages.channel import Channel, endpoint_of
 from triptych.messages.codec import Send
@@ -359,9 +359,12 @@ def _language_servers(config: ServeConfig, builder: PromptBuilder, clock: Clock)
     def check_root(root: str) -> str:
         """Compare the checkpoint at a path of this machine."""
         folder = Path(root)
-        if not folder.is_absolute() or folder == config.model or not (folder / "config.json").is_file():
-            return ""
-        return builder.identity.difference(identity_of(folder))
+        try:
+            if not folder.is_absolute() or folder == config.model or not (folder / "config.json").is_file():
+                return ""
+            return builder.identity.difference(identity_of(folder))
+        except OSError as error:
+            raise CheckpointError(f"{root}: {error}") from None
 
     probe = Probe(PROBE_TEXT, builder.tokenizer.encode(PROBE_TEXT), check_root)
     return Servers(config.frontend.engines, probe, hold=config.frontend.admission.restart_hold, clock=clock)
