@@ -104,6 +104,27 @@ HUGE = BytesIO()
 np.lib.format.write_array_header_1_0(HUGE, {"descr": "<f4", "fortran_order": False, "shape": (2**40, 2**20)})
 
 
+def with_header(text: str) -> bytes:
+    """A NumPy file with a header that isn't one."""
+    return np.lib.format.magic(1, 0) + len(text).to_bytes(2, "little") + text.encode()
+
+
+HEADERS = [
+    "{'descr': '<f4', 'fortran_order': False, 'shape': (%s,)}" % 2**70,
+    "{'descr': '<f4', 'fortran_order': False, 'shape': (",
+    "-" * 3000 + "1",
+    "{'descr': [('a', ('<f4', (1, -1)))], 'fortran_order': False, 'shape': (1,)}",
+]
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=range(len(HEADERS)))
+def test_headers_that_numpy_cant_read_are_refused(taking: Served, header: str) -> None:
+    (item,) = items(taking, image_part())
+    response = taking.post([part(item, with_header(header))])
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, f"messages[0].content[0].{ROWS}"), error
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
