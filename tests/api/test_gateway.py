@@ -168,6 +168,14 @@ def test_refusals_are_passed_on(both: tuple[Served, VllmServer]) -> None:
     assert len(server.bodies) == 2
 
 
+def test_a_plan_says_what_a_chat_would_be_told(both: tuple[Served, VllmServer]) -> None:
+    service, server = both
+    with service.client() as client:
+        plan = client.post("/v1/plan", json=service.body([image_part()])).json()
+    assert (plan["admission"]["admitted"], plan["admission"]["error"]) == (True, None)
+    assert not server.bodies
+
+
 # ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -405,6 +413,8 @@ def test_without_any_server_requests_wait_and_then_end(folder: Path) -> None:
             waited = service.post([image_part()])
             assert (waited.status_code, waited.json()["error"]["code"]) == (503, "unavailable")
             with service.client() as client:
+                plan = client.post("/v1/plan", json=service.body([image_part()])).json()
+                assert plan["admission"]["error"]["code"] == "unavailable"
                 why = client.get("/ready")
                 assert (why.status_code, "vllm0" in why.json()["reason"]) == (503, True)
             server.start()

@@ -80,8 +80,15 @@ def _admission(
 ) -> dict[str, Any]:
     wait = answer = error = retry_after = None
     try:
+        if api.servers is not None:
+            api.servers.check()
         expected = api.lifecycle.expected(
-            context.record, prompt, max_tokens, timeout=context.remaining, priority=request.priority or 0
+            context.record,
+            prompt,
+            max_tokens,
+            timeout=context.remaining,
+            priority=request.priority or 0,
+            generates=api.servers is None,
         )
         if expected.seconds:
             wait, answer = expected.wait, expected.seconds

@@ -307,10 +307,17 @@ class RequestLifecycle:
             yield
 
     def expected(
-        self, record: RequestRecord, prompt: PlannedPrompt, max_tokens: int, *, timeout: float, priority: int = 0
+        self,
+        record: RequestRecord,
+        prompt: PlannedPrompt,
+        max_tokens: int,
+        *,
+        timeout: float,
+        priority: int = 0,
+        generates: bool = True,
     ) -> Expected:
         """Return the forecast times of a request that isn't submitted. Raises what ``submit`` would raise now, and
-        counts no rejection."""
+        counts no rejection. ``generates`` is as in ``preparing``."""
         return self._expected(
             bool(prompt.items),
             client=record.client,
@@ -318,6 +325,7 @@ class RequestLifecycle:
             items_cost=sum(item.plan.cost for item in prompt.items),
             priority=priority,
             timeout=min(timeout, self._config.request_timeout - record.seconds_spent),
+            generates=generates,
         )
 
     def _check(self, has_media: bool, *, client: str, **known: Any) -> Expected:
