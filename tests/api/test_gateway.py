@@ -188,6 +188,8 @@ def test_a_plan_says_what_a_chat_would_be_told(both: tuple[Served, VllmServer]) 
         ({"chat_template": "{{ '<|image' + '_pad|>' }}"}, "chat_template"),
         ({"media_io_kwargs": {"video": {}}}, "media_io_kwargs"),
         ({"stream": "yes"}, "stream"),
+        ({"timeout": 0}, "timeout"),
+        ({"timeout": "long"}, "timeout"),
         ({"model": 3}, "model"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"messages": "x"}, "messages"),
@@ -376,12 +378,17 @@ def test_a_client_that_hangs_up_ends_its_request(both: tuple[Served, VllmServer]
     wait_for(lambda: server.num_gone == 1)
 
 
-def test_a_deadline_ends_a_request(both: tuple[Served, VllmServer]) -> None:
+@pytest.mark.parametrize(("header", "field"), [(0.3, 20.0), (20.0, 0.3), (0.3, None)])
+def test_a_deadline_ends_a_request(
+    both: tuple[Served, VllmServer], header: float, field: float | None
+) -> None:
+    """The sooner one, of the header or the body, which the server doesn't get."""
     service, server = both
     server.behaviours += ["hang"]
     with service.client() as client:
-        response = client.post(CHAT, json=service.body(), headers={"x-request-timeout": "0.3"})
+        response = client.post(CHAT, json=service.body(timeout=field), headers={"x-request-timeout": str(header)})
     assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert "timeout" not in server.bodies[0]
     wait_for(lambda: server.num_gone == 1)
 
 

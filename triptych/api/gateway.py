@@ -15,7 +15,7 @@ import msgspec
 from pydantic_core import from_json
 
 from triptych.api.context import ApiContext
-from triptych.api.encode import collect_rows, file_text, npy_text
+from triptych.api.encode import MediaFields, collect_rows, file_text, npy_text
 from triptych.api.fields import MAX_NAME, MAX_PRIORITY
 from triptych.api.generation import NO_MODEL, RequestContext
 from triptych.api.media_parts import MediaSettings, PartIndex, check_parts, fetch_all, media_parts
@@ -175,6 +175,8 @@ async def prepare(api: ApiContext, text: bytes, context: RequestContext) -> Forw
     if (model := fields.get("model")) not in (*NO_MODEL, api.model_name) and not servers.knows(model):
         raise UnknownModel(f"model {model!r} is not served here; {api.model_name!r} is", "model")
     conversation = _media_alone(fields)
+    context = context.with_timeout(conversation.timeout)
+    fields.pop("timeout", None)  # it is kept here
     has_media = bool(media_parts(conversation.messages))
     forwarded = Forwarded(api, context, fields, len(text))
     with api.lifecycle.preparing(
@@ -213,8 +215,9 @@ async def _ended(stream: TokenStream) -> None:
         pass
 
 
-def _media_alone(fields: dict[str, Any]) -> ConversationFields:
-    """Return the request's media, each at its place, as chats have them. Raises InvalidRequest, naming the field."""
+def _media_alone(fields: dict[str, Any]) -> MediaFields:
+    """Return the request's media, each at its place, as chats have them, and what else is meant for this service.
+    Raises InvalidRequest, naming the field."""
     blank = {"type": "text", "text": "."}
     messages = [
         {"role": "user", "content": [part if part["type"] in MEDIA_PARTS else blank for part in content]}
@@ -222,10 +225,8 @@ def _media_alone(fields: dict[str, Any]) -> ConversationFields:
         else {"role": "user", "content": "."}
         for message in fields["messages"]
     ]
-    options = fields.get("mm_processor_kwargs")
-    return parse_request(
-        ConversationFields, msgspec.json.encode({"messages": messages, "mm_processor_kwargs": options})
-    )
+    others = {name: fields.get(name) for name in ("mm_processor_kwargs", "timeout")}
+    return parse_request(MediaFields, msgspec.json.encode({"messages": messages, **others}))
 
 
 async def _plan(
