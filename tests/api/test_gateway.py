@@ -156,6 +156,29 @@ def test_names_of_adapters_are_the_servers(both: tuple[Served, VllmServer]) -> N
     assert (refused.status_code, refused.json()["error"]["param"]) == (404, "model")
 
 
+def test_requests_for_an_adapter_go_where_it_is(folder: Path) -> None:
+    """Servers load and unload them at any time; that of a lost server is awaited."""
+    with vllm_server(folder, adapters=[]) as one, vllm_server(folder) as two, gateway(folder, one, two) as service:
+        ready(service, 2)
+        for _ in range(4):
+            assert service.text(model="adapter") == WORDS
+        assert (len(one.bodies), len(two.bodies)) == (0, 4)
+        one.adapters.append("late")
+        wait_for(lambda: service.post(model="late").status_code == 200)
+        assert one.bodies[-1]["model"] == "late"
+        one.adapters.clear()
+        wait_for(lambda: service.post(model="late").status_code == 404)
+        two.kill()
+        wait_for(lambda: "lost" in states(service))
+        with ThreadPoolExecutor(1) as threads:
+            awaited = threads.submit(service.text, model="adapter")
+            wait_for(lambda: num_waiting(service) == 1)
+            assert service.text() == WORDS
+            two.start()
+            assert awaited.result() == WORDS
+        assert all(body["model"] != "adapter" for body in one.bodies)
+
+
 def test_refusals_are_passed_on(both: tuple[Served, VllmServer]) -> None:
     service, server = both
     for stream in (False, True):
@@ -379,9 +402,7 @@ def test_a_client_that_hangs_up_ends_its_request(both: tuple[Served, VllmServer]
 
 
 @pytest.mark.parametrize(("header", "field"), [(0.3, 20.0), (20.0, 0.3), (0.3, None)])
-def test_a_deadline_ends_a_request(
-    both: tuple[Served, VllmServer], header: float, field: float | None
-) -> None:
+def test_a_deadline_ends_a_request(both: tuple[Served, VllmServer], header: float, field: float | None) -> None:
     """The sooner one, of the header or the body, which the server doesn't get."""
     service, server = both
     server.behaviours += ["hang"]

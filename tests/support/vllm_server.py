@@ -26,6 +26,7 @@ class VllmServer:
     model: str = "m"
     root: str = ""
     """The folder that it names; empty for the real one."""
+    adapters: list[str] = field(default_factory=lambda: ["adapter"])
     tokens: list[int] | None = None
     """What ``/tokenize`` answers in place of the tokens."""
     words: tuple[str, ...] = ("one", "two", "three")
@@ -104,11 +105,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200 if self.vllm.healthy else 503, b"")
         elif self.path == "/v1/models":
             root = self.vllm.root or str(self.vllm.folder)
-            models = [
-                {"id": self.vllm.model, "object": "model", "root": root, "parent": None, "max_model_len": 4096},
-                {"id": "adapter", "object": "model", "root": "/lora", "parent": self.vllm.model},
+            own = {"id": self.vllm.model, "object": "model", "root": root, "parent": None, "max_model_len": 4096}
+            adapters = [
+                {"id": name, "object": "model", "root": "/lora", "parent": self.vllm.model}
+                for name in self.vllm.adapters
             ]
-            self._json({"object": "list", "data": models})
+            self._json({"object": "list", "data": [own, *adapters]})
         else:
             self._json({"error": {"message": "Not Found", "code": 404}}, 404)
 

@@ -96,9 +96,7 @@ class Forwarded:
             lifecycle.cancel(stream.request)
 
     def _body(self, model: str, more: Mapping[str, Any] = MappingProxyType({})) -> Iterator[bytes]:
-        named = self.fields.get("model")
-        own = named in (*NO_MODEL, self.api.model_name)
-        text = msgspec.json.encode(self.fields | {"model": model if own else named, **more})
+        text = msgspec.json.encode(self.fields | {"model": self.needs.model or model, **more})
         if not self.pieces:
             yield text
             return
@@ -107,6 +105,12 @@ class Forwarded:
                 yield from self.pieces[piece.decode()]()
             else:
                 yield piece
+
+    @property
+    def needs(self) -> Needs:
+        named: str = self.fields.get("model") or ""
+        own = named in (*NO_MODEL, self.api.model_name)
+        return Needs(connector=self.prompt is not None, model="" if own else named)
 
     @property
     def cost(self) -> float:
@@ -290,7 +294,7 @@ class _Answering:
             request=context.record.id,
             client=context.record.client,
             cost=chat.cost,
-            needs=Needs(connector=chat.prompt is not None),
+            needs=chat.needs,
             prepared=chat.prepared,
             remaining=lambda: context.remaining,
             hold=context.hold,

@@ -76,10 +76,14 @@ class Needs:
 
     connector: bool = False
     """Which asks for the request's rows."""
+    model: str = ""
+    """A model beside the one of all servers, such as a LoRA; empty for that one."""
 
     def are_met(self, server: Server) -> bool:
         """Return whether a server serves, and has that."""
-        return server.state is ServerState.SERVING and (server.connected or not self.connector)
+        if server.state is not ServerState.SERVING:
+            return False
+        return (server.connected or not self.connector) and (not self.model or self.model in server.card.models)
 
 
 @dataclass(eq=False)
@@ -172,8 +176,9 @@ class Servers:
             raise Unavailable("no language server is ready")
 
     def knows(self, model: str) -> bool:
-        """Return whether a server offers a model of that name, such as a LoRA."""
-        return any(model in server.card.models for server in self._all if server.state is ServerState.SERVING)
+        """Return whether a server offers a model of that name, such as a LoRA, or did when it was lost."""
+        states = (ServerState.SERVING, ServerState.LOST)
+        return any(model in server.card.models for server in self._all if server.state in states)
 
     async def suspect(self, server: Server) -> None:
         """Check a server at once that has failed with a request: it may be gone."""
@@ -274,6 +279,7 @@ class Servers:
             self.lose(server, f"its health check answers {response.status_code}")
         elif server.state is ServerState.SERVING:  # what it has goes on without the connector
             self._set(server, ServerState.SERVING, why and f"only text: {why}")
+            await self._refresh(server)
             self._grant()
         elif why:
             self.lose(server, why)
@@ -284,7 +290,7 @@ class Servers:
         """Compare what a server serves, and let it serve."""
         try:
             async with asyncio.timeout(CHECK_TIMEOUT):
-                card = read_card(await self._read("GET", f"{server.url}/v1/models"))
+                card = await self._card(server)
                 question = {"model": card.model, "prompt": self._probe.text, "add_special_tokens": False}
                 tokens = read_tokens(await self._read("POST", f"{server.url}/tokenize", question))
             if tokens != self._probe.tokens:
@@ -303,6 +309,21 @@ class Servers:
             self._set(server, ServerState.SERVING, "")
             self._served = self._clock.now()
             self._grant()
+
+    async def _refresh(self, server: Server) -> None:
+        """Ask a server for its models again: LoRAs come and go."""
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT):
+                card = await self._card(server)
+        except (Refused, TimeoutError, httpx.HTTPError):
+            return  # other checks tell whether it is there
+        if (card.model, card.root) != (server.card.model, server.card.root):
+            self.lose(server, "it has another model now")
+        else:
+            server.card = card
+
+    async def _card(self, server: Server) -> Card:
+        return read_card(await self._read("GET", f"{server.url}/v1/models"))
 
     def lose(self, server: Server, why: str) -> None:
         """Take a server for lost until it answers again."""
