@@ -21,6 +21,7 @@ from tests.support.serving import CHAT, Served, image, image_part, served, text_
 from tests.support.tiny import make_tiny
 from tests.support.vllm_server import VllmServer, vllm_server
 from triptych.client import EncodeClient
+from triptych.config import AdmissionConfig
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.tickets import PARAMETER, frontend_of, unseal
 from triptych.models.registry import identity_of
@@ -167,6 +168,19 @@ def test_a_client_that_hangs_up_ends_what_was_asked_for(all_three: tuple[Served,
     with service.client() as client, pytest.raises(httpx.ReadTimeout):
         client.post(CHAT, json=service.body([image_part(image(seed=61))]), timeout=0.5)
     wait_for(lambda: connector.asked and not service.running.frontend.router.num_requests)
+
+
+def test_a_request_counts_once_while_a_server_has_it(all_three: tuple[Served, VllmServer, Connector]) -> None:
+    service, _, connector = all_three
+    service.encoder.close()
+    admission = service.running.frontend.router.lifecycle.admission
+    with ThreadPoolExecutor(1) as clients:
+        answer = clients.submit(service.text, [image_part(image(seed=62))])
+        wait_for(lambda: connector.asked)
+        assert admission.share_in_flight == 1 / AdmissionConfig().max_queue
+        service.encoder.opened.set()
+        assert answer.result() == WORDS
+    assert admission.share_in_flight == 0
 
 
 def test_other_models_are_refused(folder: Path) -> None:

@@ -89,7 +89,8 @@ class Forwarded:
         failed = asyncio.ensure_future(_ended(stream))
         try:
             ticket = {"ec_transfer_params": {PARAMETER: consumers.ticket(state)}}
-            yield Prepared(self._body(model, ticket), failed)
+            with lifecycle.admission.tabled(self.context.record.client):
+                yield Prepared(self._body(model, ticket), failed)
         finally:
             failed.cancel()
             failed.add_done_callback(lambda one: one.cancelled() or one.exception())  # it may not have been looked at

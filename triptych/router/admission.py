@@ -76,6 +76,15 @@ class Admission:
             if not self._outside[client]:
                 del self._outside[client]
 
+    @contextmanager
+    def tabled(self, client: str) -> Iterator[None]:
+        """Don't count a request that is held and meanwhile in the table, too."""
+        self._outside[client] -= 1
+        try:
+            yield
+        finally:
+            self._outside[client] += 1
+
     def in_preparation(self, now: float) -> StageQueue:
         """Return the requests whose prompts are being prepared."""
         since = next(iter(self._prepared_since.values()), now)
