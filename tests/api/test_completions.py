@@ -229,8 +229,8 @@ def test_a_chats_prompt_is_scored_once_whatever_the_number_of_choices(service: S
         ({"prompt": [[5] * 1000] * 10, "prompt_logprobs": 20}, "prompt_logprobs", "210000"),
         ({"prompt": [[5] * 1000] * 5, "n": 2, "echo": True, "logprobs": 20}, "echo", "limit of 131072"),
         ({"prompt": ["x"] * 100, "n": 64}, "prompt", "6400"),
-        ({"prompt": "x", "messages": []}, "messages", "unknown"),
-        ({"prompt": "x", "tools": []}, "tools", "unknown"),
+        ({"prompt": "x", "messages": [{}]}, "messages", "unknown"),
+        ({"prompt": "x", "tools": [{}]}, "tools", "unknown"),
     ],
 )
 def test_invalid_completion_requests(

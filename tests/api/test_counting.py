@@ -37,7 +37,7 @@ def test_unread_tokens_count_in_the_usage_as_in_the_record(tokenizer: Tokenizer)
     fields = CompletionRequest(model="tiny", prompt="x")
     ends = harness.router.lifecycle
     lifecycle = SimpleNamespace(submit=lambda *_, **__: stream, complete=ends.complete, cancel=ends.cancel)
-    service: Any = SimpleNamespace(lifecycle=lifecycle, tokenizer=tokenizer)
+    service: Any = SimpleNamespace(lifecycle=lifecycle, tokenizer=tokenizer, recorder=None)
     context = RequestContext(request_of(), "", math.inf, SimpleNamespace())  # type: ignore[arg-type]
     generation = Generation(service, [prompt()], [SamplingParams(max_tokens=4)], fields, context, "id")
     (token,) = tokenizer.encode("a")

@@ -53,7 +53,6 @@ def test_supported_fields(tmp_path: Path, values: dict[str, Any], expected: Gene
         ("temperature", float("inf")),
         ("temperature", "0.7"),
         ("temperature", True),
-        ("top_p", 0),
         ("top_p", -1),
         ("top_p", 1.5),
         ("top_p", [0.5]),

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.chat import input_audio, video_part
+from tests.support.chat import input_audio, video_part, wav
 from tests.support.clips import clip
 from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
 from triptych.encode.loop import EncodeLoop
@@ -64,7 +64,7 @@ def test_names_are_those_of_a_key(guarded: Served) -> None:
 
 
 def test_chats_about_it_run_no_tower(hearing: Served) -> None:
-    parts = [image_part(image(seed=902)) | {"uuid": "mine"}, video_part(clip("mp4", frames=20)), input_audio()]
+    parts = [image_part(image(seed=902)) | {"uuid": "mine"}, video_part(clip("mp4", frames=23)), input_audio(wav(7001))]
     began, before = hearing.running.frontend.router.clock.wall(), encoded(hearing)
     answer = kept(hearing, *parts, text_part("x"), expires_after=60)
     assert answer.status_code == 200, answer.text
@@ -73,7 +73,7 @@ def test_chats_about_it_run_no_tower(hearing: Served) -> None:
     assert still["uuid"] == "mine"
     assert [one["cached"] for one in (still, film, sound)] == [True] * 3
     assert all(began + 59 <= one["expires_at"] <= began + 120 for one in (still, film, sound))
-    assert encoded(hearing) == before + 3
+    wait_for(lambda: encoded(hearing) == before + 3)
     content = [named("mine"), named(film["uuid"], "video"), named(sound["uuid"], "audio")]
     asked = kept(hearing, *content, text_part("What is this?"), path=CHAT, max_tokens=4, temperature=0)
     assert asked.status_code == 200, asked.text

@@ -188,8 +188,8 @@ def test_what_the_kernels_take_stays_as_it_is(tmp_path: Path, name: str) -> None
     ("name", "quantization", "kinds"),
     [
         ("modelopt", "int8", ["int8", "int8"]),
-        ("fp8, blocks", "int4", ["int4", "int4"]),
-        ("mixed-precision", "int4", ["int8", "int4"]),
+        ("fp8, blocks", "int4", ["int4", "int8"]),
+        ("mixed-precision", "int4", ["int8", "int8"]),
         ("mixed-precision", "int8", ["int8", "int8"]),
         ("mixed-precision", "none", ["int8", "float"]),
         ("awq", "int8", None),

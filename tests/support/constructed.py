@@ -12,8 +12,8 @@ def run(internal: dict[str, Any], arguments: list[str]) -> None:
     """Run a command whose groups of settings have these values, by the names of their fields."""
     given = flags.settings
 
-    def settings(group: Any, parsed: Any) -> Any:
-        found = given(group, parsed)
+    def settings(group: Any, parsed: Any, **how: Any) -> Any:
+        found = given(group, parsed, **how)
         names = {item.name for item in dataclasses.fields(group)} & internal.keys()
         return dataclasses.replace(found, **{name: internal[name] for name in names})
 

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -137,7 +138,7 @@ def test_camera_drag_and_file_chooser_bring_pictures_video_and_audio(
 
 def has_media(request: Request) -> list[bool]:
     """Whether each media item of a request is in it, and not only named."""
-    [message] = json.loads(request.post_data or "")["messages"]
+    message, *_ = json.loads(request.post_data or "")["messages"]
     return [part[part["type"]] is not None for part in message["content"] if part["type"] != "text"]
 
 
@@ -208,7 +209,8 @@ def test_media_that_the_service_has_dropped_are_sent_again(browser: Browser, ser
         ):
             sent.clear()
             forget(page, "**/v1/plan", times)
-            assert planned(page, lambda: question.fill("?" if question.input_value() else "And this")) > num_tokens
+            longer = question.input_value() + " and what is in this other picture?"
+            assert planned(page, partial(question.fill, longer)) > num_tokens
             assert sent == wanted
             page.unroute("**/v1/plan")
         sent.clear()

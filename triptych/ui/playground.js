@@ -57,8 +57,8 @@ function settings() {
   return { system: byId("system").value, question: byId("question").value || suggested, max_tokens: Number(byId("max-tokens").value) || 128, temperature: Number(byId("temperature").value) || 0 };
 }
 
-function body(parts = attachments.parts(), { system, question, ...rest } = settings()) {
-  const said = [...turns, { question, answer: null }].flatMap((turn) => [
+function body(parts = attachments.parts(), { system, question, ...rest } = settings(), earlier = turns) {
+  const said = [...earlier, { question, answer: null }].flatMap((turn) => [
     { role: "user", content: turn.question },
     { role: "assistant", content: turn.answer },
   ]);
@@ -122,9 +122,16 @@ async function planOnce(isCurrent) {
   }
 }
 
+/** The request to come or, while nothing more is asked, the last one. */
+function shownBody() {
+  const said = settings();
+  if (said.question || !turns.length) return body();
+  return body(attachments.parts(), { ...said, question: turns.at(-1).question }, turns.slice(0, -1));
+}
+
 function drawCode() {
   const files = attachments.list.map(({ name, kind }) => ({ name, kind }));
-  const code = LANGUAGES[language](address(""), body(), files, hasKey());
+  const code = LANGUAGES[language](address(""), shownBody(), files, hasKey());
   byId("code-panel").replaceChildren(h("div", { class: "snippet" }, h("pre", { tabindex: 0, "aria-label": `The request in ${language}`, text: code }), copyButton(() => code, "the code")));
 }
 
@@ -157,6 +164,7 @@ function startTabs() {
 
 async function send() {
   if (running) return;
+  if (turns.length && !byId("question").value) return byId("question").focus();
   const mine = { id: newName(), patience: new Patience(SILENCE), began: performance.now(), first: null, usage: null, timeline: null, looking: null, wasStopped: false };
   const stopped = new Promise((resolve) => (mine.stop = resolve));
   running = mine;
