@@ -168,6 +168,18 @@ def test_requests_for_an_adapter_go_where_it_is(folder: Path) -> None:
         assert one.bodies[-1]["model"] == "late"
         one.adapters.clear()
         wait_for(lambda: service.post(model="late").status_code == 404)
+        two.behaviours += ["hang"] * 4
+        with ThreadPoolExecutor(5) as threads:
+            taken = [threads.submit(service.text, model="adapter") for _ in range(4)]
+            wait_for(lambda: two.running == 4)
+            unloaded = threads.submit(service.post, model="adapter")
+            wait_for(lambda: num_waiting(service) == 1)
+            two.adapters.clear()
+            assert unloaded.result().status_code == 404
+            two.adapters.append("adapter")
+            two.opened.set()
+            assert [answer.result() for answer in taken] == [WORDS] * 4
+        wait_for(lambda: service.post(model="adapter").status_code == 200)
         two.kill()
         wait_for(lambda: "lost" in states(service))
         with ThreadPoolExecutor(1) as threads:

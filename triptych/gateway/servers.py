@@ -13,7 +13,7 @@ import httpx
 from triptych.clock import Clock
 from triptych.config import EnginesConfig
 from triptych.config.engines import CONNECTED
-from triptych.errors import TriptychError, Unavailable
+from triptych.errors import TriptychError, Unavailable, UnknownModel
 from triptych.fair_queue import FairQueue
 from triptych.gateway.registration import Card, Refused, read_card, read_tokens
 from triptych.messages.operations import ServerStatus
@@ -192,8 +192,10 @@ class Servers:
     ) -> AsyncIterator[tuple[Server, "asyncio.Future[None]"]]:
         """Wait for the client's turn, and for a server with room that meets the ``needs``; inside, it has the request.
         Yields also what is done once that server is lost. Servers in ``avoid`` are taken if no other serves. Raises
-        Unavailable if none serves for too long."""
+        Unavailable if none serves for too long, and UnknownModel if none has the model any more."""
         self.check()
+        if gone := self._gone(needs):
+            raise gone
         served = self._served if self.missing else self._clock.now()
         waiting = _WaitingCall(needs, asyncio.get_running_loop().create_future(), avoid, served)
         ticket = self._queue.add(waiting, client, cost, kind=needs)
@@ -253,12 +255,20 @@ class Servers:
             self._served = now
         for ticket in list(self._queue):
             waiting = ticket.work
+            error: TriptychError | None = self._gone(waiting.needs)
             if any(map(waiting.needs.are_met, self._all)):
                 waiting.served = now
-            elif now > waiting.served + self._hold:
+            elif error is None and now > waiting.served + self._hold:
+                error = Unavailable("no language server is ready for the request")
+            if error is not None:
                 self._queue.remove(ticket)
                 if not waiting.granted.done():
-                    waiting.granted.set_exception(Unavailable("no language server is ready for the request"))
+                    waiting.granted.set_exception(error)
+
+    def _gone(self, needs: Needs) -> UnknownModel | None:
+        if not needs.model or self.knows(needs.model):
+            return None
+        return UnknownModel(f"no language server has the model {needs.model!r} any more", "model")
 
     async def _check_now(self, server: Server) -> None:
         try:
