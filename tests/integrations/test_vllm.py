@@ -352,4 +352,7 @@ def test_files_that_cant_be_decoded_are_the_clients_fault(setup: Setup) -> None:
     body = chat([{"type": "image_url", "image_url": {"url": url}}]) | {"model": setup.service.model}
     with setup.service.client() as client:
         response = client.post(CHAT, json=body)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages[0].content[0].image_url.url")
+    assert response.status_code == 400
+    # vLLM reads a file that it gets before rows are asked for, and names no field
+    param = "messages[0].content[0].image_url.url" if setup.takes_grid else None
+    assert response.json()["error"]["param"] == param
