@@ -87,6 +87,13 @@ def test_a_capacity_is_between_what_is_kept_and_what_is_not() -> None:
     assert 1.0 < found.above.rate / found.at.rate < 1.1
 
 
+def test_the_search_for_a_rate_ends_where_requests_no_longer_meet() -> None:
+    """No rate is low enough for an objective that a request alone fails."""
+    found = capacity(Trials(example_profile(), of_pictures, Slo(ttft=0.01, tpot=0.1)), candidate("1EPD"), 0.99)
+    assert found.rate == 0.0
+    assert len(found.trials) < 6
+
+
 def test_all_that_fit_are_candidates() -> None:
     def named(budget: Budget, *, takes_media: bool = True) -> list[str]:
         return [str(one) for one in candidates(budget, takes_media=takes_media)]

@@ -21,6 +21,8 @@ FULL = 0.9
 """Busy share of the busiest process that a higher rate aims at."""
 STEPS = 1.1, 4.0
 """Least and largest ratio between two rates that rise."""
+IDLE = 0.05
+"""Mean requests in a service below which a lower rate helps none: hardly any two meet."""
 LOWEST, HIGHEST = 1e-3, 1e5
 """Rates that are tried, in requests per second."""
 ALIKE = 0.05
@@ -99,6 +101,8 @@ def capacity(trials: Trials, candidate: Candidate, share: float, guess: float = 
             higher = low * min(max(STEPS[0], FULL / max(1e-9, *trial.busy.values())), STEPS[1])
         else:
             high, found.above = rate, trial
+            if not low and trial.in_flight < IDLE:
+                break
         rate = (low * high) ** 0.5 if low and high else higher if low else rate / 2
     return found
 

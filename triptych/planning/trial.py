@@ -76,6 +76,8 @@ class Trial:
     binds: Verdict
     growth: float
     """Seconds by which the time to the first token grows in each second: what comes isn't worked off."""
+    in_flight: float = 0.0
+    """Mean number of requests that are in the service at a time."""
 
     def keeps(self, share: float) -> bool:
         """Return whether that share of the requests kept the objectives, and would for as long as they come."""
@@ -220,6 +222,7 @@ class _TrialRun:
             busy={name: min(1.0, busy / max(1e-9, last)) for name, busy in seen.busy_seconds.items()},
             binds=seen.binds,
             growth=_slope([one.arrived for one in answered], ttft),
+            in_flight=of_each * sum(one.took if one.ended else self._load.now - one.arrived for one in counted),
         )
 
 
