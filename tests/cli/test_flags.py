@@ -96,6 +96,7 @@ def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
         "allowed_local_media_path": "/srv/media",
         "max_image_pixels": "7",
         "embedding_store": "mooncake://127.0.0.1:50051",
+        "record": "/srv/asked.jsonl",
         "engine": "vllm=http://127.0.0.1:8001",
         "fabric": "shm",
         "checksum": "always",

@@ -262,9 +262,9 @@ inlined void multiply_tile(const Part *part, const char *tokens, const char *blo
         _tile_dpbssd(sum, from, by); \
         tokens += step, weights += step * LANES; \
     } while (0)
-#define ADD(sum) \
+#define ADD(tile) \
     do { \
-        _tile_stored(sum, sums, TILE_BYTES); \
+        _tile_stored(tile, sums, TILE_BYTES); \
         _Pragma("GCC unroll 16") \
         for (int row = 0; row < TILE_ROWS; row++) { \
             const Block *block = (const Block *)(blocks + row * stride); \
