@@ -29,7 +29,7 @@ UNAUTHENTICATED_PATHS = frozenset({"/health", "/ready", f"{PAGE}/", *ui_files()}
 """Paths that need no key: those of probes, and of the page at ``/ui``, which asks for one."""
 EXPOSED_HEADERS = ("Retry-After", "X-Correlation-ID", "X-Request-ID")
 """Response headers that web pages may read: OpenAI's client obeys the first and reports the last."""
-PAGES_METHODS = ("DELETE", "GET", "POST")
+PAGE_METHODS = ("DELETE", "GET", "POST")
 """Methods that the pages of allowed origins may use: the API's."""
 MAX_KEY = 512
 
@@ -150,7 +150,7 @@ def add_security(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
         app = CORSMiddleware(
             app,
             allow_origins=config.cors.allowed_origins,
-            allow_methods=PAGES_METHODS,
+            allow_methods=PAGE_METHODS,
             allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,
         )

@@ -168,19 +168,7 @@ class RequestLifecycle:
             True, client=record.client, items_cost=items_cost, priority=priority, timeout=timeout, generates=False
         )
         self.rows.open(layout)
-        choice = record.begin_choice(len(prompt.tokens), [item.number for item in prompt.items])
-        choice.counted = False  # metrics of generations are about answers of tokens
-        state = self._state(
-            TokenStream(RequestId(secrets.token_hex(8)), choice),
-            record,
-            prompt,
-            sampling=SamplingParams(max_tokens=1),
-            eos_token_ids=[],
-            cache_salt=cache_salt,
-            timeout=timeout,
-            priority=priority,
-            items_cost=items_cost,
-        )
+        state = self._items_alone(record, prompt, cache_salt, timeout=timeout, priority=priority)
         state.rows = answer = RowAnswer(self._address, layout)
         self.requests.add(state)
         self.transitions.collect(state)
@@ -199,9 +187,19 @@ class RequestLifecycle:
     ) -> tuple[TokenStream, RequestState]:
         """Have a request's items encoded as far as an engine of another project asks for them: one of ``consumers``.
         Return a stream, which ends with an error if they can't be, and the request. ``cancel`` ends it."""
+        state = self._items_alone(record, prompt, cache_salt, timeout=timeout, priority=priority)
+        state.lent_to = consumers
+        self.requests.add(state)
+        self.transitions.lend(state)
+        return state.stream, state
+
+    def _items_alone(
+        self, record: RequestRecord, prompt: PlannedPrompt, cache_salt: str, *, timeout: float, priority: int
+    ) -> RequestState:
+        """Return a request whose items are encoded, and for which no instance of this service generates."""
         choice = record.begin_choice(len(prompt.tokens), [item.number for item in prompt.items])
-        choice.counted = False  # what that engine answers is counted
-        state = self._state(
+        choice.counted = False  # metrics of generations are about answers of tokens
+        return self._state(
             TokenStream(RequestId(secrets.token_hex(8)), choice),
             record,
             prompt,
@@ -212,10 +210,6 @@ class RequestLifecycle:
             priority=priority,
             items_cost=sum(item.plan.cost for item in prompt.items),
         )
-        state.lent_to = consumers
-        self.requests.add(state)
-        self.transitions.lend(state)
-        return state.stream, state
 
     @property
     def media_layout(self) -> RowLayout | None:
