@@ -188,7 +188,7 @@ class _Search:
             best = better
 
     def variants(self, profile: Profile) -> Iterator[Candidate]:
-        """Yield the variants of the best candidates, of which the best unsplit one is one."""
+        """Yield the variants of the best candidates; the best unsplit one is always among them."""
         ordered = self.ordered
         unsplit = [one for one in ordered if not one.candidate.is_split][:1]
         for one in [*ordered[:BEST], *(other for other in unsplit if other not in ordered[:BEST])]:

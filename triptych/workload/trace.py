@@ -1,4 +1,4 @@
-"""Traces: what was asked of a service and when, without content. JSON lines, of which the first says what follows.
+"""Traces: what was asked of a service and when, without content. JSON lines; the first says what follows.
 
 Texts are numbers of tokens. Equal beginnings are seen by the numbers of their blocks, which mean nothing elsewhere.
 """
