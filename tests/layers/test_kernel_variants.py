@@ -99,7 +99,7 @@ weight, tokens = torch.randint(-9, 9, (70, 130)).float(), torch.randint(-9, 9, (
 expected = tokens @ weight.T
 assert torch.equal(bf16_product(weight, None)(tokens), expected)
 assert torch.equal(half_product(weight, None)(tokens), expected)
-assert torch.allclose(int8_product(weight, None)(tokens), expected, atol=9)
+assert (int8_product(weight, None)(tokens) - expected).norm() < 2**-6 * expected.norm()
 assert (int4_product(weight, None)(tokens) - expected).norm() < 0.125 * expected.norm()
 """
 """Loads the kernels where a filter of system calls refuses the tiles."""
