@@ -270,12 +270,6 @@ def test_what_is_no_json_is_refused(both: tuple[Served, VllmServer]) -> None:
             assert client.post(CHAT, content=text).status_code == 400
 
 
-def test_only_chats_are_served(both: tuple[Served, VllmServer]) -> None:
-    service, _ = both
-    with service.client() as client:
-        assert client.post("/v1/messages", json={}).status_code == 404
-
-
 @pytest.mark.parametrize(
     ("engine", "says"),
     [

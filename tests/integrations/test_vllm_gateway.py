@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import json
 import os
 import signal
 from collections.abc import Sequence
@@ -85,6 +86,7 @@ def test_answers_are_those_of_vllm_alone(shape: str, tmp_path: Path) -> None:
         with served(folder, "1E", servers=f"vllm=http://127.0.0.1:{alone.port}", **settings) as service:
             wait_for(lambda: serving(service))
             assert answers(service) == expected
+            other_apis(service, alone)
             service.settle()
     port = free_port()
     flags = [] if shape == "llava" else ["--language-model-only"]
@@ -101,6 +103,48 @@ def test_answers_are_those_of_vllm_alone(shape: str, tmp_path: Path) -> None:
                 asyncio.run_coroutine_threadsafe(service.running.end(first.name), service.loop).result(60)
                 assert found.result() == expected
             killed(service, server)
+
+
+def other_apis(service: Served, alone: VllmServer) -> None:
+    """Have the same text as a chat of vLLM alone, whole and streamed."""
+    settings = {"max_tokens": 16, "temperature": 0}
+    _, chat = alone.post({**body(PROMPTS[12]), **settings, "ignore_eos": False})
+    expected = chat["choices"][0]["message"]["content"]
+    parts = [pixels(FILES[one]) if isinstance(one, int) else text(one) for one in PROMPTS[12]]
+    blocks = [part if part["type"] == "text" else {"type": "image", "source": base64_of(part)} for part in parts]
+    items = [
+        {"type": "input_text", "text": part["text"]}
+        if part["type"] == "text"
+        else {"type": "input_image", "image_url": part["image_url"]["url"]}
+        for part in parts
+    ]
+    with service.client() as client:
+        for stream in (False, True):
+            asked: dict[str, Any] = {"messages": [{"role": "user", "content": blocks}], "stream": stream, **settings}
+            said = client.post("/v1/messages", json=asked, timeout=300)
+            answer = said.json()["content"][0]["text"] if not stream else streamed(said.text, "text_delta", "text")
+            assert answer == expected
+            asked = {"input": [{"role": "user", "content": items}], "max_output_tokens": 16, "temperature": 0}
+            said = client.post("/v1/responses", json=asked | {"stream": stream}, timeout=300)
+            answer = said.json()["output"][0]["content"][0]["text"] if not stream else streamed(said.text)
+            assert answer == expected
+        completion = {"model": MODEL, "prompt": [[5, 6, 7], [8]], **settings}
+        _, one = alone.post(completion, "/v1/completions")
+        other = client.post("/v1/completions", json=completion, timeout=300).json()
+        assert [choice["text"] for choice in other["choices"]] == [choice["text"] for choice in one["choices"]]
+        assert len(other["choices"]) == 2
+
+
+def base64_of(part: dict[str, Any]) -> dict[str, str]:
+    """A picture as Anthropic's API has it."""
+    return {"type": "base64", "media_type": "image/png", "data": part["image_url"]["url"].partition(",")[2]}
+
+
+def streamed(events: str, kind: str = "response.output_text.delta", member: str = "delta") -> str:
+    """The text of a stream."""
+    found = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: {")]
+    deltas = [one.get("delta", {}) if kind == "text_delta" else one for one in found]
+    return "".join(one[member] for one in deltas if one.get("type") == kind)
 
 
 def killed(service: Served, server: VllmServer) -> None:

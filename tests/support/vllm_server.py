@@ -15,7 +15,14 @@ from typing import Any
 
 from triptych.prompt.tokenizer import Tokenizer
 
-CHAT = "/v1/chat/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USAGE = {
+    "prompt_tokens": 7,
+    "completion_tokens": 3,
+    "total_tokens": 10,
+    "prompt_tokens_details": {"cached_tokens": 2},
+    "completion_tokens_details": {"reasoning_tokens": 1},
+}
 
 
 @dataclass(eq=False)
@@ -30,6 +37,9 @@ class VllmServer:
     tokens: list[int] | None = None
     """What ``/tokenize`` answers in place of the tokens."""
     words: tuple[str, ...] = ("one", "two", "three")
+    deltas: list[dict[str, Any]] = field(default_factory=list)
+    """What chats are answered in place of the words, as a stream has it."""
+    finish_reason: str = "stop"
     behaviours: list[str] = field(default_factory=list)
     """How the next chats are answered, if not as they should: a status; ``die`` (all connections end), ``break`` (one
     ends before its answer), ``half`` (after the first word), ``garbage``, ``html``, ``endless``, ``error`` (an event),
@@ -120,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
             tokens = self.vllm.tokens or Tokenizer(self.vllm.folder).encode(body["prompt"])
             self._json({"count": len(tokens), "tokens": tokens})
             return
-        assert self.path == CHAT
+        assert self.path in (CHAT, COMPLETIONS)
         vllm = self.vllm
         vllm.bodies.append(body)
         vllm.headers.append({name.lower(): value for name, value in self.headers.items()})
@@ -167,10 +177,26 @@ class _Handler(BaseHTTPRequestHandler):
         elif behaviour == "endless":
             self._endless(b" " * 2**20)
         else:
-            message = {"role": "assistant", "content": " ".join(self.vllm.words)}
-            choice = {"index": 0, "message": message, "finish_reason": "stop"}
-            usage = {"prompt_tokens": 7, "completion_tokens": len(self.vllm.words), "total_tokens": 10}
-            self._json({"id": "chatcmpl-x", "object": "chat.completion", "choices": [choice], "usage": usage})
+            self._json({"id": "x", "choices": [self._choice()], "usage": USAGE})
+
+    def _choice(self) -> dict[str, Any]:
+        """A choice of an answer that isn't streamed."""
+        choice = {"index": 0, "finish_reason": self.vllm.finish_reason}
+        content = " ".join(self.vllm.words)
+        if self.path == COMPLETIONS:
+            return choice | {"text": content}
+        message: dict[str, Any] = {"role": "assistant", "content": None if self.vllm.deltas else content}
+        for delta in self.vllm.deltas:
+            for name in ("reasoning", "content"):
+                if name in delta:
+                    message[name] = (message.get(name) or "") + delta[name]
+            for piece in delta.get("tool_calls", ()):
+                calls = message.setdefault("tool_calls", [])
+                if "name" in piece["function"]:
+                    calls.append({"id": piece["id"], "type": "function", "function": {"arguments": ""}})
+                    calls[-1]["function"]["name"] = piece["function"]["name"]
+                calls[-1]["function"]["arguments"] += piece["function"].get("arguments", "")
+        return choice | {"message": message}
 
     def _wait(self) -> bool:
         """Whether the answer may go on, and the client is still there."""
@@ -195,11 +221,16 @@ class _Handler(BaseHTTPRequestHandler):
         if behaviour == "endless":
             self._endless(b"data: " + b" " * 2**20)
             return
-        words: Iterable[str] = itertools.repeat("on") if behaviour == "on" else self.vllm.words
-        for number, word in enumerate(words):
-            last = number == len(self.vllm.words) - 1
-            choice = {"index": 0, "delta": {"content": word}, "finish_reason": "stop" if last else None}
-            self.wfile.write(b"data: " + json.dumps({"choices": [choice], "extra": "as it came"}).encode() + b"\n\n")
+        deltas: Iterable[dict[str, Any]] = self.vllm.deltas or [{"content": word} for word in self.vllm.words]
+        number_of = len(self.vllm.deltas or self.vllm.words)
+        if behaviour == "on":
+            deltas = itertools.repeat({"content": "on"})
+        for number, delta in enumerate(deltas):
+            last = number == number_of - 1
+            what = {"text": delta["content"]} if self.path == COMPLETIONS else {"delta": delta}
+            choice = {"index": 0, **what, "finish_reason": self.vllm.finish_reason if last else None}
+            chunk = {"choices": [choice], "extra": "as it came", "usage": USAGE}
+            self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
             if behaviour == "on":
                 time.sleep(0.005)
             if behaviour == "half" and number == 0:

@@ -3,17 +3,47 @@
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from triptych.api.generation import ChoiceOutput, Generation
+from triptych.api.context import ApiContext
+from triptych.api.generation import ChoiceOutput, Generation, RequestContext
 from triptych.api.schemas import ChatCompletionRequest
 from triptych.api.tool_calls import ToolCalls
 from triptych.prompt.formats.events import Event, ReasoningDelta, TextDelta
 from triptych.prompt.formats.parser import AnswerParser
 from triptych.prompt.formats.reasoning import Reasoning
 from triptych.prompt.tokenizer import Tokenizer
+
+
+class AnswerState(Protocol):
+    """What is known of an answer beside its deltas. Final once they have ended."""
+
+    @property
+    def api(self) -> ApiContext: ...
+    @property
+    def context(self) -> RequestContext: ...
+    @property
+    def id(self) -> str: ...
+    @property
+    def created(self) -> int: ...
+    @property
+    def num_reasoning(self) -> int: ...
+    @property
+    def usage(self) -> dict[str, Any]: ...
+    @property
+    def timeline(self) -> dict[str, Any]: ...
+
+
+class ChatAnswerer(Protocol):
+    """A chat that is ready to be answered, by instances or by a language server."""
+
+    @property
+    def generation(self) -> AnswerState: ...
+    def deltas(self) -> "AsyncGenerator[ChoiceDelta, None]":
+        """Yield what is added to each choice."""
+        ...
 
 
 @dataclass
@@ -27,6 +57,10 @@ class PreparedChat:
     def reasoning(self) -> Reasoning:
         """How the answer may begin with reasoning."""
         return self.generation.prompts[0].reasoning if self.request.separate_reasoning else Reasoning.NONE
+
+    def deltas(self) -> "AsyncGenerator[ChoiceDelta, None]":
+        """``stream_deltas``."""
+        return stream_deltas(self)
 
     def new_parser(self) -> AnswerParser:
         """Return a parser for one choice."""

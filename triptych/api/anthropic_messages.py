@@ -8,8 +8,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from triptych.api import chat
-from triptych.api.answers import ChoiceDelta, PreparedChat, stream_deltas
+from triptych.api import chat, forwarded_chat
+from triptych.api.answers import ChatAnswerer, ChoiceDelta
 from triptych.api.anthropic_errors import body_of
 from triptych.api.anthropic_schemas import CountTokensRequest, MessagesRequest
 from triptych.api.context import ApiContext
@@ -91,13 +91,13 @@ class PreparedMessage:
     """A request whose prompt is planned, and its answer as far as it has arrived."""
 
     request: MessagesRequest
-    chat: PreparedChat
+    chat: ChatAnswerer
     content: ContentBlocks = field(default_factory=ContentBlocks)
     id: str = field(default_factory=lambda: _new_id("msg"))
     _last: ChoiceDelta | None = None
 
     async def full_response(self) -> dict[str, Any]:
-        """Return the answer as one object (``objects.AnthropicMessage``). Raises as ``answers.stream_deltas`` does."""
+        """Return the answer as one object (``objects.AnthropicMessage``). Raises as its deltas do."""
         async with aclosing(self._events()) as events:
             async for _ in events:
                 pass
@@ -119,7 +119,7 @@ class PreparedMessage:
 
     async def _events(self) -> AsyncGenerator[StreamEvent, None]:
         try:
-            async with aclosing(stream_deltas(self.chat)) as deltas:
+            async with aclosing(self.chat.deltas()) as deltas:
                 async for delta in deltas:
                     self._last = delta
                     for one in self.content.add(delta):
@@ -164,12 +164,12 @@ class PreparedMessage:
 
 
 async def prepare(api: ApiContext, request: MessagesRequest, context: RequestContext) -> PreparedMessage:
-    """Plan the request's prompt. Raises as ``chat.prepare`` does."""
+    """Plan the request's prompt. Raises as ``forwarded_chat.prepare`` does."""
     try:
         asked = request.to_chat()
         if chat.end_of_reasoning(api) is None:
             asked.thinking_token_budget = None  # Anthropic's budget is a target
-        return PreparedMessage(request, await chat.prepare(api, asked, context))
+        return PreparedMessage(request, await forwarded_chat.prepare(api, asked, context))
     except RequestError as error:
         raise _renamed(error, request) from error
 

@@ -64,6 +64,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Handler = TypeVar("Handler", bound=Callable[..., Any])
+GatewayPrepare = Callable[[ApiContext, bytes, RequestContext], Coroutine[Any, Any, gateway.Forwarded]]
 
 TIMEOUT_HEADER = "x-request-timeout"
 """Deadline in seconds, like the field ``timeout``, for clients that can't set the field."""
@@ -82,9 +83,10 @@ def create_app(api: ApiContext) -> FastAPI:
     )
     if api.servers is None:
         _add_generation_endpoints(app, api)
-        _add_anthropic_endpoints(app, api)
     else:
-        _add_gateway_endpoint(app, api)
+        _add_gateway_endpoints(app, api)
+    _add_response_endpoints(app, api)
+    _add_anthropic_endpoints(app, api)
     _add_token_endpoints(app, api)
     _add_media_endpoints(app, api)
     _add_service_endpoints(app, api)
@@ -127,6 +129,36 @@ def _add_generation_endpoints(app: FastAPI, api: ApiContext) -> None:
             return JsonResponse(await _cancel_on_disconnect(request, completions.full_response(prepared)))
         return await _stream(request, api, completions.stream_response(prepared), error_event)
 
+
+def _add_gateway_endpoints(app: FastAPI, api: ApiContext) -> None:
+    async def answer(request: Request, prepare: GatewayPrepare) -> Response:
+        text, context = await _read_request(request, api)
+        prepared = await _cancel_on_disconnect(request, prepare(api, text, context))
+        if not prepared.stream:
+            answer = await _cancel_on_disconnect(request, gateway.full_response(prepared))
+            return Response(answer, media_type="application/json")
+        return await _stream(request, api, gateway.stream_response(prepared), error_event)
+
+    @app.post(
+        gateway.CHAT,
+        openapi_extra=request_body(ChatCompletionRequest),
+        responses=stream_responses(objects.ChatCompletion, objects.ChatChunk),
+    )
+    async def chat_completions(request: Request) -> Response:
+        """Passes a conversation on to a language server, its media encoded. With `stream: true`, as events."""
+        return await answer(request, gateway.prepare)
+
+    @app.post(
+        gateway.COMPLETIONS,
+        openapi_extra=request_body(CompletionRequest),
+        responses=stream_responses(objects.TextCompletion, objects.TextCompletion),
+    )
+    async def text_completions(request: Request) -> Response:
+        """Passes texts or tokens on to a language server. With `stream: true`, as events."""
+        return await answer(request, gateway.prepare_completion)
+
+
+def _add_response_endpoints(app: FastAPI, api: ApiContext) -> None:
     @app.post(
         "/v1/responses",
         openapi_extra=request_body(ResponsesRequest),
@@ -153,22 +185,6 @@ def _add_generation_endpoints(app: FastAPI, api: ApiContext) -> None:
         return JsonResponse(await _cancel_on_disconnect(request, responses.count(api, parsed, context)))
 
     response_endpoints.add_endpoints(app, api)
-
-
-def _add_gateway_endpoint(app: FastAPI, api: ApiContext) -> None:
-    @app.post(
-        gateway.PATH,
-        openapi_extra=request_body(ChatCompletionRequest),
-        responses=stream_responses(objects.ChatCompletion, objects.ChatChunk),
-    )
-    async def chat_completions(request: Request) -> Response:
-        """Passes a conversation on to a language server, its media encoded. With `stream: true`, as events."""
-        text, context = await _read_request(request, api)
-        prepared = await _cancel_on_disconnect(request, gateway.prepare(api, text, context))
-        if not prepared.stream:
-            answer = await _cancel_on_disconnect(request, gateway.full_response(prepared))
-            return Response(answer, media_type="application/json")
-        return await _stream(request, api, gateway.stream_response(prepared), error_event)
 
 
 def _add_anthropic_endpoints(app: FastAPI, api: ApiContext) -> None:

@@ -16,7 +16,7 @@ from triptych.api.schemas import (
 )
 from triptych.errors import InvalidRequest
 from triptych.observe.timeline import Interval
-from triptych.prompt.prompt import MediaPart, PlannedPrompt
+from triptych.prompt.prompt import PlannedPrompt
 
 
 async def plan_conversation(
@@ -26,7 +26,7 @@ async def plan_conversation(
 
     Raises RequestError, and DeadlineExceeded when the request's deadline passes."""
     check_model(api, request.model)
-    variables = template_variables(api, request)
+    variables = template_variables(api, request) | _tools(api, request)
     parts = media_parts(request.messages)
     settings = MediaSettings.from_options(api.prompt_builder.planner.options, request.mm_processor_kwargs)
     check_parts(api, parts, settings)
@@ -34,7 +34,7 @@ async def plan_conversation(
     async with context.within_deadline():
         media = await fetch_all(api, parts, settings, context)
         fetched = context.record.now()
-        messages = [_message(m, message, media) for m, message in enumerate(request.messages)]
+        messages = [message_of(m, message, media) for m, message in enumerate(request.messages)]
         build = partial(
             api.prompt_builder.build,
             messages,
@@ -50,20 +50,23 @@ async def plan_conversation(
 
 
 def template_variables(api: ApiContext, request: ConversationFields) -> dict[str, Any]:
-    """Return the chat template's variables beside the messages. What the template doesn't read is left out."""
+    """Return the chat template's variables beside messages and tools. What the template doesn't read is left out."""
     template = api.prompt_builder.template
     given = request.chat_template_kwargs or {}
     variables: dict[str, Any] = {name: value for name, value in given.items() if name in template.variables}
-    tools = request.functions
-    if isinstance(request, ChatCompletionRequest):
-        tools = request.callable_tools
-        if (effort := request.reasoning_effort) is not None:
-            variables = _effort_variables(api, effort) | variables
-    if tools:
-        if not template.supports_tools:
-            raise InvalidRequest("the model's chat template doesn't take tools", "tools")
-        variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+    if isinstance(request, ChatCompletionRequest) and (effort := request.reasoning_effort) is not None:
+        return _effort_variables(api, effort) | variables
     return variables
+
+
+def _tools(api: ApiContext, request: ConversationFields) -> dict[str, Any]:
+    """Return the variable with the tools that the model sees, if there are any."""
+    tools = request.callable_tools if isinstance(request, ChatCompletionRequest) else request.functions
+    if not tools:
+        return {}
+    if not api.prompt_builder.template.supports_tools:
+        raise InvalidRequest("the model's chat template doesn't take tools", "tools")
+    return {"tools": [tool.model_dump(exclude_none=True) for tool in tools]}
 
 
 def _effort_variables(api: ApiContext, effort: str) -> dict[str, Any]:
@@ -78,7 +81,8 @@ def _effort_variables(api: ApiContext, effort: str) -> dict[str, Any]:
     raise InvalidRequest("this model's reasoning effort can't be changed", "reasoning_effort")
 
 
-def _message(m: int, message: ChatMessage, media: dict[PartIndex, MediaPart]) -> dict[str, Any]:
+def message_of(m: int, message: ChatMessage, media: Mapping[PartIndex, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the message with the number ``m`` as chat templates take it, with ``media`` in place of its own."""
     result: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:

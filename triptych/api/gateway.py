@@ -1,5 +1,5 @@
-"""Chats that a language server of another project answers: media are planned and encoded here, and everything else is
-passed on as it came."""
+"""Requests that a language server of another project answers: media are planned and encoded here, and everything else
+is passed on as it came."""
 
 import asyncio
 import re
@@ -14,12 +14,13 @@ from typing import Any
 import msgspec
 from pydantic_core import from_json
 
+from triptych.api.completion_schemas import CompletionRequest
 from triptych.api.context import ApiContext
 from triptych.api.encode import MediaFields, collect_rows, file_text, npy_text
 from triptych.api.fields import MAX_NAME, MAX_PRIORITY
 from triptych.api.generation import NO_MODEL, RequestContext
 from triptych.api.media_parts import MediaSettings, PartIndex, check_parts, fetch_all, media_parts
-from triptych.api.schemas import MAX_MESSAGES, MAX_PARTS, ConversationFields
+from triptych.api.schemas import MAX_MESSAGES, MAX_PARTS, ChatCompletionRequest, ConversationFields, ImagePart
 from triptych.api.validation import parse_request
 from triptych.errors import InvalidRequest, TriptychError, UnknownModel, UnsupportedField, UnsupportedValue
 from triptych.gateway.answers import ServerAnswer
@@ -29,11 +30,11 @@ from triptych.messages.tickets import PARAMETER
 from triptych.models.vllm_grids import image_part, placeholder_part
 from triptych.observe.requests import ChoiceRecord
 from triptych.observe.timeline import Interval
-from triptych.prompt.prompt import PlannedPrompt
+from triptych.prompt.prompt import PlannedPrompt, media_param
 from triptych.router.row_consumers import name_of
 from triptych.router.stream import TokenStream
 
-PATH = "/v1/chat/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEXT_PARTS = frozenset({"text", "refusal", "thinking", "input_text", "output_text"})
 """Types of parts that are passed on."""
 MEDIA_PARTS = frozenset({"image_url"})
@@ -46,7 +47,7 @@ CHARACTERS_PER_TOKEN, DEFAULT_TOKENS = 4, 256
 
 @dataclass
 class Forwarded:
-    """A chat that is passed on."""
+    """A request that is passed on."""
 
     api: ApiContext
     context: RequestContext
@@ -54,6 +55,9 @@ class Forwarded:
     """The body's. Media parts are those that the server gets, with names in place of rows."""
     text_length: int
     """Characters of the body, about."""
+    path: str = CHAT
+    form: type[ServerAnswer] = ServerAnswer
+    """What is read of the answer."""
     pieces: Mapping[str, Callable[[], Iterator[bytes]]] = field(default_factory=dict)
     """By name: what takes its place, in pieces, so that no copy of rows is made."""
     num_rows: int = 0
@@ -123,7 +127,7 @@ class Forwarded:
         return self.text_length / CHARACTERS_PER_TOKEN + self.num_rows + generated
 
 
-def parse(text: bytes) -> dict[str, Any]:
+def _parse(text: bytes) -> dict[str, Any]:
     """Return the fields of a body. Raises InvalidRequest for one that can't be passed on, whatever the server."""
     try:
         fields = from_json(text, allow_inf_nan=False)
@@ -144,12 +148,14 @@ def parse(text: bytes) -> dict[str, Any]:
     salt = fields.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_NAME):
         raise InvalidRequest(f"cache_salt: Input should be a string of 1 to {MAX_NAME} characters", "cache_salt")
-    messages = fields.get("messages")
+    return fields
+
+
+def _check_messages(messages: Any) -> None:
     if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
         raise InvalidRequest(f"messages: Input should be an array of 1 to {MAX_MESSAGES} messages", "messages")
     for number, message in enumerate(messages):
         _check_message(message, f"messages[{number}]")
-    return fields
 
 
 def _check_message(message: Any, path: str) -> None:
@@ -174,16 +180,39 @@ def _check_message(message: Any, path: str) -> None:
 
 async def prepare(api: ApiContext, text: bytes, context: RequestContext) -> Forwarded:
     """Check a chat, and have its media encoded. Raises RequestError and ServiceError."""
-    fields, servers = parse(text), api.servers
-    assert servers is not None, "it is a gateway"
-    servers.check()
-    if (model := fields.get("model")) not in (*NO_MODEL, api.model_name) and not servers.knows(model):
+    fields = _parse(text)
+    _check_messages(fields.get("messages"))
+    return await prepare_fields(api, Forwarded(api, context, fields, len(text)), _media_alone(fields))
+
+
+async def prepare_completion(api: ApiContext, text: bytes, context: RequestContext) -> Forwarded:
+    """Check a request for a completion, which has no media. Raises RequestError and ServiceError."""
+    fields = _parse(text)
+    given = {name: fields[name] for name in ("prompt", "timeout") if name in fields}
+    asked = parse_request(CompletionRequest, msgspec.json.encode(given))
+    forwarded = Forwarded(api, context.with_timeout(asked.timeout), fields, len(text), COMPLETIONS)
+
+    def check() -> None:
+        for param, prompt in asked.prompts:
+            api.prompt_builder.check_text(prompt, param)
+        others = {name: value for name, value in fields.items() if name != "prompt"}
+        api.prompt_builder.build_items([], others)
+
+    with _preparing(forwarded, has_media=False):
+        async with forwarded.context.within_deadline():
+            await api.executor.run(context.record.client, check)
+    return forwarded
+
+
+@contextmanager
+def _preparing(forwarded: Forwarded, *, has_media: bool) -> Iterator[None]:
+    """Hold a slot while a request for a model that is served is prepared."""
+    api, context, fields = forwarded.api, forwarded.context, forwarded.fields
+    assert api.servers is not None, "it is a gateway"
+    api.servers.check()
+    if (model := fields.get("model")) not in (*NO_MODEL, api.model_name) and not api.servers.knows(model):
         raise UnknownModel(f"model {model!r} is not served here; {api.model_name!r} is", "model")
-    conversation = _media_alone(fields)
-    context = context.with_timeout(conversation.timeout)
     fields.pop("timeout", None)  # it is kept here
-    has_media = bool(media_parts(conversation.messages))
-    forwarded = Forwarded(api, context, fields, len(text))
     with api.lifecycle.preparing(
         context.record,
         has_media=has_media,
@@ -191,6 +220,18 @@ async def prepare(api: ApiContext, text: bytes, context: RequestContext) -> Forw
         timeout=context.remaining,
         generates=False,
     ):
+        yield
+
+
+async def prepare_fields(
+    api: ApiContext, forwarded: Forwarded, conversation: MediaFields | ChatCompletionRequest
+) -> Forwarded:
+    """Have the media encoded of a chat whose messages have those of ``conversation`` at the same places. Raises
+    RequestError and ServiceError."""
+    fields, servers, parts = forwarded.fields, api.servers, media_parts(conversation.messages)
+    assert servers is not None, "it is a gateway"
+    forwarded.context = context = forwarded.context.with_timeout(conversation.timeout)
+    with _preparing(forwarded, has_media=bool(parts)):
         placed, prompt = await _plan(api, fields, conversation, context)
     fields.pop("mm_processor_kwargs", None)  # they are in the plan
     forwarded.num_rows = sum(item.plan.rows for item in prompt.items)
@@ -238,6 +279,10 @@ async def _plan(
     api: ApiContext, fields: dict[str, Any], conversation: ConversationFields, context: RequestContext
 ) -> tuple[list[PartIndex], PlannedPrompt]:
     parts = media_parts(conversation.messages)
+    for place, part in parts.items():
+        if not isinstance(part, ImagePart):
+            where = media_param(*place, "type")
+            raise UnsupportedValue(f"{where}: {part.type!r} isn't taken before a vLLM server", where)
     settings = MediaSettings.from_options(api.prompt_builder.planner.options, conversation.mm_processor_kwargs)
     check_parts(api, parts, settings)
     started = context.record.now()
@@ -260,43 +305,56 @@ async def _plan(
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def full_response(chat: Forwarded) -> bytes:
+async def full_response(asked: Forwarded) -> bytes:
     """Return the answer as the server gave it."""
-    answering = _Answering(chat)
+    return (await whole(asked)).data
+
+
+async def stream_response(asked: Forwarded) -> AsyncGenerator[bytes, None]:
+    """Yield the answer's events as the server sends them."""
+    async with aclosing(streamed(asked)) as parts:
+        async for part in parts:
+            yield part.data
+
+
+async def whole(asked: Forwarded) -> AnswerPart:
+    """Return an answer that isn't streamed. Raises RequestError and ServiceError."""
+    answering = _Answering(asked)
     with answering:
         part = await answering.relay.whole(answering.call)
         answering.note_whole(part)
-        return part.data
+        return part
 
 
-async def stream_response(chat: Forwarded) -> AsyncGenerator[bytes, None]:
-    """Yield the answer's events as the server sends them."""
-    answering = _Answering(chat)
+async def streamed(asked: Forwarded) -> AsyncGenerator[AnswerPart, None]:
+    """Yield the events of a streamed answer. Raises as ``whole``."""
+    answering = _Answering(asked)
     with answering:
         async with aclosing(answering.relay.streamed(answering.call)) as parts:
             async for part in parts:
                 answering.note(part)
-                yield part.data
+                yield part
 
 
 class _Answering:
-    """The answer to a chat, and its record. A context manager, inside which the request is in flight."""
+    """The answer to a request, and its record. A context manager, inside which the request is in flight."""
 
-    def __init__(self, chat: Forwarded) -> None:
-        api, context = chat.api, chat.context
+    def __init__(self, asked: Forwarded) -> None:
+        api, context = asked.api, asked.context
         assert api.servers is not None, "it is a gateway"
         self._lifecycle, self._metrics = api.lifecycle, api.router.metrics
         self._record = context.record
-        self._choice: ChoiceRecord = context.record.begin_choice(chat.num_rows, ())
+        self._choice: ChoiceRecord = context.record.begin_choice(asked.num_rows, ())
         self._server = ""
         self.relay = Relay(api.servers)
         self.call = Call(
-            path=PATH,
+            path=asked.path,
+            form=asked.form,
             request=context.record.id,
             client=context.record.client,
-            cost=chat.cost,
-            needs=chat.needs,
-            prepared=chat.prepared,
+            cost=asked.cost,
+            needs=asked.needs,
+            prepared=asked.prepared,
             remaining=lambda: context.remaining,
             hold=context.hold,
             moved=partial(self._metrics.recovered, "decode"),

@@ -349,13 +349,13 @@ def make_sampling_params(
     seed = secrets.randbits(62) if fields.seed in (None, -1) else fields.seed
     first = SamplingParams(
         max_tokens=max_tokens,
-        temperature=_given(fields.temperature, defaults.temperature),
-        top_k=max(0, _given(fields.top_k, defaults.top_k)),
-        top_p=_given(fields.top_p, defaults.top_p),
-        min_p=_given(fields.min_p, defaults.min_p),
-        repetition_penalty=_given(fields.repetition_penalty, defaults.repetition_penalty),
-        presence_penalty=_given(fields.presence_penalty, 0.0),
-        frequency_penalty=_given(fields.frequency_penalty, 0.0),
+        temperature=given(fields.temperature, defaults.temperature),
+        top_k=max(0, given(fields.top_k, defaults.top_k)),
+        top_p=given(fields.top_p, defaults.top_p),
+        min_p=given(fields.min_p, defaults.min_p),
+        repetition_penalty=given(fields.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=given(fields.presence_penalty, 0.0),
+        frequency_penalty=given(fields.frequency_penalty, 0.0),
         logit_bias={int(token): bias for token, bias in (fields.logit_bias or {}).items()},
         stop_token_ids=fields.stop_token_ids or [],
         min_tokens=min_tokens,
@@ -387,5 +387,6 @@ def default_room(room: int, num_prompt: int, min_tokens: int, short_length: int 
     return room if min_tokens > short else min(room, short)
 
 
-def _given(value: N | None, default: N) -> N:
+def given(value: N | None, default: N) -> N:
+    """Return the value, or the default for none."""
     return default if value is None else value

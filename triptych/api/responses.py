@@ -5,12 +5,13 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from triptych.api import chat
-from triptych.api.answers import PreparedChat, stream_deltas
+from triptych.api import forwarded_chat
+from triptych.api.answers import ChatAnswerer
 from triptych.api.context import ApiContext
+from triptych.api.conversation import plan_conversation
 from triptych.api.errors import body_of
 from triptych.api.fields import StrictModel
-from triptych.api.generation import RequestContext
+from triptych.api.generation import RequestContext, given
 from triptych.api.response_history import resolve, store
 from triptych.api.response_items import Event, OutputItems
 from triptych.api.response_tools import described
@@ -26,7 +27,7 @@ class PreparedResponse:
     request: ResponsesRequest
     resolved: ResponsesRequest
     """The request with the items that it refers to."""
-    chat: PreparedChat
+    chat: ChatAnswerer
     output: OutputItems
     own: list[Any]
     """The items that the request itself brought."""
@@ -34,7 +35,7 @@ class PreparedResponse:
     _sequence: int = 0
 
     async def full_response(self) -> dict[str, Any]:
-        """Return the answer as one object (``objects.ResponseObject``). Raises as ``answers.stream_deltas`` does."""
+        """Return the answer as one object (``objects.ResponseObject``). Raises as its deltas do."""
         async with aclosing(self._changes()) as changes:
             async for _ in changes:
                 pass
@@ -69,7 +70,7 @@ class PreparedResponse:
 
     async def _changes(self) -> AsyncGenerator[Event, None]:
         with _renaming(self.resolved):
-            async with aclosing(stream_deltas(self.chat)) as deltas:
+            async with aclosing(self.chat.deltas()) as deltas:
                 async for delta in deltas:
                     self.finish_reason = delta.finish_reason
                     for change in self.output.add(delta):
@@ -87,7 +88,7 @@ class PreparedResponse:
 
     def _object(self, status: str) -> dict[str, Any]:
         request, generation = self.request, self.chat.generation
-        sampling = generation.sampling_params[0]
+        defaults = generation.api.generation_defaults
         ended = status in ("completed", "incomplete")
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         settings = request.text.model_dump(exclude_none=True, by_alias=True) if request.text else {}
@@ -108,11 +109,11 @@ class PreparedResponse:
             "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
             "store": generation.api.responses is not None and request.store is not False,
-            "temperature": sampling.temperature,
+            "temperature": given(request.temperature, defaults.temperature),
             "text": {"format": {"type": "text"}} | settings,
             "tool_choice": choice if isinstance(choice, str) else _described_choice(choice),
             "tools": [described(tool) for tool in request.tools or ()],
-            "top_p": sampling.top_p,
+            "top_p": given(request.top_p, defaults.top_p),
             "truncation": "disabled",
             "usage": self._usage() if ended else None,
         } | ({} if request.user is None else {"user": request.user})
@@ -133,10 +134,10 @@ def _described_choice(choice: StrictModel | None) -> Any:
 
 
 async def prepare(api: ApiContext, request: ResponsesRequest, context: RequestContext) -> PreparedResponse:
-    """Plan the request's prompt. Raises as ``chat.prepare`` does."""
+    """Plan the request's prompt. Raises as ``forwarded_chat.prepare`` does."""
     resolved, own = await resolve(api, request, context)
     with _renaming(resolved):
-        prepared = await chat.prepare(api, resolved.to_chat(), context)
+        prepared = await forwarded_chat.prepare(api, resolved.to_chat(), context)
     return PreparedResponse(request, resolved, prepared, OutputItems(request.targets), own)
 
 
@@ -144,8 +145,8 @@ async def count(api: ApiContext, request: ResponsesRequest, context: RequestCont
     """Return ``objects.InputTokens``. Raises as ``prepare`` does."""
     context = context.with_timeout(request.timeout)
     resolved, _ = await resolve(api, request, context)
-    with _renaming(resolved):
-        prompt, _ = await chat.plan_prompt(api, resolved.to_chat(), context)
+    with _renaming(resolved), api.lifecycle.holding_slot(context.record):
+        prompt, _ = await plan_conversation(api, resolved.to_chat(), context)
     return {"object": "response.input_tokens", "input_tokens": len(prompt.tokens)}
 
 

@@ -1,6 +1,7 @@
 """What vLLM's answers must be like. They come from outside: each is bounded, and none is passed on unread."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from typing import TypeVar
 
 import httpx
 import msgspec
@@ -28,11 +29,21 @@ class ServerChoice(msgspec.Struct):
     token_ids: list[int] | None = None
 
 
+class PromptTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class CompletionTokens(msgspec.Struct):
+    reasoning_tokens: int | None = None
+
+
 class TokenUsage(msgspec.Struct):
     """Tokens of a request."""
 
     prompt_tokens: int = 0
     completion_tokens: int | None = 0
+    prompt_tokens_details: PromptTokens | None = None
+    completion_tokens_details: CompletionTokens | None = None
 
 
 class ServerFault(msgspec.Struct):
@@ -46,20 +57,67 @@ class ServerFault(msgspec.Struct):
 class ServerAnswer(msgspec.Struct):
     """What is looked at of an answer, or of a chunk of one."""
 
-    choices: list[ServerChoice] = []
+    choices: Sequence[ServerChoice] = []
     usage: TokenUsage | None = None
     error: ServerFault | None = None
 
 
-def read_answer(data: bytes | bytearray) -> ServerAnswer:
+class CalledFunction(msgspec.Struct):
+    """A function's name, which only the first piece of a call has, and the next piece of its arguments."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ServerCall(msgspec.Struct):
+    """A tool call, whole or a piece of it."""
+
+    function: CalledFunction
+    index: int | None = None
+
+
+class ServerMessage(msgspec.Struct):
+    """A chat's answer, whole or in a chunk."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    """What older versions call it."""
+    tool_calls: list[ServerCall] = []
+
+
+class ServerLogprobs(msgspec.Struct):
+    content: list[msgspec.Raw] | None = None
+
+
+class ServerChatChoice(ServerChoice):
+    """A choice of a chat that is answered in the form of another API."""
+
+    message: ServerMessage = msgspec.field(default_factory=ServerMessage)
+    delta: ServerMessage | None = None
+    """In place of ``message`` in a chunk."""
+    logprobs: ServerLogprobs | None = None
+    stop_reason: str | int | None = None
+
+
+class ChatAnswer(ServerAnswer):
+    """The same of an answer, or of a chunk of one."""
+
+    choices: Sequence[ServerChatChoice] = []
+
+
+A = TypeVar("A", bound=ServerAnswer)
+
+
+def read_answer(data: bytes | bytearray, form: type[A]) -> A:
     """Return what is looked at of an answer. Raises ServerFailed for one that isn't vLLM's."""
     try:
-        return msgspec.json.decode(data, type=ServerAnswer)
+        return msgspec.json.decode(data, type=form)
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise ServerFailed("its answer isn't JSON of the known form") from None
 
 
-async def read_events(response: httpx.Response) -> AsyncGenerator[tuple[bytes, ServerAnswer | None], None]:
+async def read_events(response: httpx.Response, form: type[A]) -> AsyncGenerator[tuple[bytes, A | None], None]:
     """Yield each event of a stream as it came, with what it says; comments, and the last event, say nothing. Raises
     ServerFailed for what isn't a stream of events, for one that breaks off, and for an event that is too long."""
     rest = bytearray()
@@ -73,7 +131,7 @@ async def read_events(response: httpx.Response) -> AsyncGenerator[tuple[bytes, S
             data = event[len(_DATA) :].strip() if event.startswith(_DATA) else b""
             if not data and not event.startswith(b":"):
                 raise ServerFailed("its stream isn't one of events")
-            yield event, read_answer(data) if data and data != DONE else None
+            yield event, read_answer(data, form) if data and data != DONE else None
             if data == DONE:
                 return
         del rest[:begin]

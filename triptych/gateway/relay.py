@@ -37,6 +37,8 @@ class Call:
     """A request, as it is sent to a server."""
 
     path: str
+    form: type[ServerAnswer]
+    """What is read of its answer."""
     request: str
     """Its id."""
     client: str
@@ -177,7 +179,7 @@ class Relay:
     async def _whole(self, one: _Attempt) -> AnswerPart:
         async with self._asked(one) as response:
             data = await _read(response, MAX_ANSWER_BYTES, one.call.hold)
-        says = read_answer(data)
+        says = read_answer(data, one.call.form)
         if not says.choices:
             raise ServerFailed("its answer has no choice")
         return AnswerPart(data, says, one.server.name)
@@ -186,7 +188,7 @@ class Relay:
         asked = self._asked(one)
         response = await one.unless_lost(asked.__aenter__())
         try:
-            async with aclosing(read_events(response)) as events:
+            async with aclosing(read_events(response, one.call.form)) as events:
                 begun = False
                 while (event := await one.unless_lost(anext(events, None))) is not None:
                     data, says = event
@@ -208,7 +210,7 @@ class Relay:
             if response.status_code != httpx.codes.OK:
                 if not is_refusal(response.status_code):
                     raise ServerFailed(f"it answered {response.status_code}")
-                error = read_answer(await _read(response, MAX_ERROR_BYTES, lambda _: None)).error
+                error = read_answer(await _read(response, MAX_ERROR_BYTES, lambda _: None), ServerAnswer).error
                 raise refusal(response.status_code, error)
             yield response
 

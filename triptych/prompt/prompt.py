@@ -316,18 +316,23 @@ class PromptBuilder:
         for an empty prompt, and PromptTooLong; both name ``param``."""
         longest = min(self.context_length, context_length or self.context_length)
         num_added = (0, 0)
+        self.check_text(prompt, param)
         if isinstance(prompt, str):
-            self._refuse_media_tokens(prompt, param)
             num_added = self.tokenizer.num_added if add_special_tokens else num_added
             tokens = self._encode(prompt, longest, param, add_special_tokens)
         else:
             tokens = list(prompt)
-            if forbidden := self._media_ids.intersection(tokens):
-                raise InvalidRequest(f"{param} may not contain token {min(forbidden)}, which stands for media", param)
         if not tokens:
             raise InvalidRequest(f"{param} has no tokens", param)
         _check_length(len(tokens), longest, param)
         return PlannedPrompt(tokens, self.planner.positions(len(tokens), [], []), num_added=num_added)
+
+    def check_text(self, prompt: str | Sequence[int], param: str) -> None:
+        """Raise InvalidRequest, naming ``param``, for a text or tokens with the model's media tokens."""
+        if isinstance(prompt, str):
+            self._refuse_media_tokens(prompt, param)
+        elif forbidden := self._media_ids.intersection(prompt):
+            raise InvalidRequest(f"{param} may not contain token {min(forbidden)}, which stands for media", param)
 
     def _reasoning(self, text: str, continued: Message | None) -> Reasoning:
         if continued is None or not self.formats.reasoning:
