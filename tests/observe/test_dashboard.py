@@ -59,7 +59,8 @@ def test_every_metric_is_on_the_dashboard_or_listed_as_omitted() -> None:
     shown = set(_NAME.findall(DASHBOARD.read_text()))
     left_out = {
         "instance_computed_tokens", "instance_outstanding", "instance_steps", "kv_cache_pages", "mm_fetched_bytes",
-        "mm_items", "mm_items_encoded", "request_generation_tokens",
+        "mm_items", "mm_items_encoded", "mm_single_flight_waits",
+        "request_generation_tokens",
         "request_prompt_tokens", "request_time_per_output_token_seconds", "state_slots", "state_slots_used",
         "stage_outstanding", "state_snapshots_cached", "transfer_received", "transfer_revoked",
         "transfer_sent", "transfer_sent_bytes",

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.plans import plan_of
-from tests.support.router_harness import D0, D1, D2, E0, E1, P0, PD0, PD1, RouterHarness, prompt, request_of, tokens_of
+from tests.support.router_harness import D0, D1, D2, E0, E1, P0, PD0, PD1, RouterHarness, request_of, tokens_of
 from triptych.errors import DeadlineExceeded, Overloaded, RateLimited, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.work import (
@@ -183,7 +183,7 @@ def test_a_request_of_two_hundred_images_does_not_hold_up_anothers_one() -> None
 
 def submit_long(harness: RouterHarness, client: str) -> TokenStream:
     """A request with an item of ten parts of a patch each."""
-    made = prompt(10.0)
+    made = harness.prompt(10.0)
     plan = plan_of(*[1] * 10, cost=made.items[0].plan.cost)
     items = (replace(made.items[0], plan=plan),)
     made = replace(made, items=items)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -251,8 +252,9 @@ def test_the_index_forgets_the_least_recently_used() -> None:
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def router(*addresses: Address, **settings: object) -> RouterHarness:
-    return RouterHarness(*addresses, placement="affinity", encode_cache_bytes=CACHE, max_queue=200, **settings)
+def router(*addresses: Address, **settings: Any) -> RouterHarness:
+    usual: dict[str, Any] = {"placement": "affinity", "encode_cache_bytes": CACHE, "max_queue": 200}
+    return RouterHarness(*addresses, **usual | settings)
 
 
 def ask(harness: RouterHarness, content: list[int], items: tuple[PlannedItem, ...] = (), salt: str = "") -> TokenStream:
@@ -531,6 +533,70 @@ def test_heartbeats_say_what_other_frontends_had_encoded() -> None:
         stats.encode.latest = [KeptPart(kept_name("a" * 64, salt, 0), 1)]
         encoding.harness.router.handle(Heartbeat(other_of(usual), stats))
         assert encoding.at(encoding.need("a" * 64)) == holder
+
+
+# ── single flight: no two instances encode the same part at the same time, if one can wait ──────────────────
+
+
+def waits(encoding: Encoding) -> float | None:
+    return encoding.harness.router.metrics.registry.get_sample_value("triptych:mm_single_flight_waits_total")
+
+
+@pytest.mark.parametrize("placement", POLICIES)
+def test_what_is_being_encoded_is_waited_for_without_a_cache_and_whatever_the_policy(placement: str) -> None:
+    encoding = Encoding(placement=placement)
+    encoding.harness.stats.encode.cache_max_bytes = 0  # type: ignore[union-attr]
+    encoding.harness.wait(0.25, E0, E1, PD0)
+    transfers = [encoding.need("a" * 64) for _ in range(8)]
+    (holder,) = {encoding.at(transfer) for transfer in transfers}
+    assert (holder in (E0, E1), waits(encoding)) == (True, 7)
+    for transfer in transfers:
+        encoding.encoded(transfer)
+    assert not encoding.harness.router.membership.get(holder).account.encoding  # type: ignore[arg-type, union-attr]
+    others = {encoding.at(encoding.need(f"{number:064}")) for number in range(20)}
+    assert (others, waits(encoding)) == ({E0, E1}, 7)
+
+
+def full() -> tuple[Encoding, TransferId, Address]:
+    """Two instances, one of which has as much as it may have, and encodes an item of cost 10 among it."""
+    encoding = Encoding(encode_batch_patches=10)
+    first = encoding.need("a" * 64, patches=10)
+    holder = encoding.at(first)
+    assert holder is not None
+    encoding.harness.occupy(holder, WorkKind.ITEM, 0, 2 * ENCODE_BATCHES_AHEAD * 10)
+    return encoding, first, holder
+
+
+def test_an_item_waits_for_a_full_instance_that_encodes_it_and_others_pass_it() -> None:
+    encoding, first, holder = full()
+    second = encoding.need("a" * 64, patches=10)
+    assert (encoding.at(second), waits(encoding)) == (None, 0)
+    assert encoding.at(encoding.need("b" * 64)) == other_of(holder)
+    encoding.encoded(first)
+    assert (encoding.at(second), waits(encoding)) == (other_of(holder), 1), "the parts are encoded no longer"
+
+
+def test_an_item_waits_for_no_instance_that_takes_longer_than_encoding_it_again() -> None:
+    encoding, _, holder = full()
+    encoding.harness.occupy(holder, WorkKind.ITEM, 1)
+    assert encoding.at(encoding.need("a" * 64, patches=10)) == other_of(holder)
+    encoding, _, holder = full()
+    encoding.harness.occupy(other_of(holder), WorkKind.ITEM, 5)
+    encoding.harness.occupy(holder, WorkKind.ITEM, 4)
+    assert encoding.at(encoding.need("a" * 64, patches=10)) is None
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_is_not_encoded_any_more_is_not_waited_for(fails: bool) -> None:
+    encoding, first, holder = full()
+    second = encoding.need("a" * 64, patches=10)
+    assert encoding.at(second) is None
+    if fails:
+        encoding.harness.router.handle(fail(encoding, holder, first))
+    else:
+        encoding.harness.router.lifecycle.cancel(encoding.streams[first].request)
+        encoding.harness.router.tick()
+    assert encoding.at(second) == other_of(holder)
 
 
 def test_a_popular_item_leaves_the_others_to_the_other_instance() -> None:

@@ -40,11 +40,11 @@ ROLES |= {EP0: Role.EP, EPD0: Role.EPD} | dict.fromkeys(ENCODERS, Role.E)
 DEFAULTS: dict[str, Any] = {"request_timeout": 60.0, "restart_hold": 0.0, "placement": "least-loaded"}
 
 
-def prompt(*costs: float) -> PlannedPrompt:
-    """A prompt with an item of each cost."""
+def prompt(*costs: float, first: int = 0) -> PlannedPrompt:
+    """A prompt with an item of each cost, whose keys are numbered from ``first`` on."""
     items = tuple(
         PlannedItem(
-            "k",
+            f"k{first + n}",
             b"png",
             plan_of(2, cost=cost),
             Placement((Span(2 * n, 2),)),
@@ -72,6 +72,7 @@ class RouterHarness:
         self.capacity = Capacity(settings.pop("max_num_seqs", 32), settings.pop("encode_batch_patches", 1024))
         self.clock = VirtualClock()
         self.sent: list[tuple[Address, Message]] = []
+        self.num_items = 0
         self.disconnected: list[tuple[Address, int]] = []
         self.send: Callable[[Address, Message], None] = lambda to, message: self.sent.append((to, message))
         """Tests replace this to make sending fail."""
@@ -111,8 +112,13 @@ class RouterHarness:
 
     def submit(self, *costs: float, client: str = "", **how: Any) -> TokenStream:
         """A request of ``client``, with an item of each cost."""
-        record = request_of(client, self.clock)
-        return self.router.lifecycle.submit(record, prompt(*costs), SamplingParams(max_tokens=4), [], **how)
+        record, made = request_of(client, self.clock), self.prompt(*costs)
+        return self.router.lifecycle.submit(record, made, SamplingParams(max_tokens=4), [], **how)
+
+    def prompt(self, *costs: float) -> PlannedPrompt:
+        """A prompt with an item of each cost, which no other prompt has."""
+        self.num_items += len(costs)
+        return prompt(*costs, first=self.num_items - len(costs))
 
     def preparing(self, *, has_media: bool, **how: Any) -> AbstractContextManager[None]:
         """A request whose prompt is being prepared."""

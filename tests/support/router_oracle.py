@@ -1,16 +1,17 @@
 """What may go on in a router, by rules of its own: simple ones, that look at all requests and all instances."""
 
+import math
 from collections.abc import Hashable, Iterator
 from itertools import groupby
 
 from triptych.router.admission import RECOVERED_PRIORITY
+from triptych.router.caches import PartName
 from triptych.router.encode_dispatcher import (
     CACHED_CREDITS,
     LONG_ITEMS_PER_CLIENT,
     EncodeDispatcherState,
-    EncodeTask,
-    ItemKind,
 )
+from triptych.router.encode_tasks import EncodeTask, ItemKind
 from triptych.router.instance import Instance, WorkKind
 from triptych.router.quarantine import MAX_LOSSES
 from triptych.router.request_state import RequestState
@@ -34,8 +35,11 @@ def waits_in_vain(router: Router) -> Iterator[str]:
         task, of = ticket.work, lifecycle.requests.get(ticket.work.request)
         assert of is not None, "items are released when their request ends"
         if any(one.takes(ticket.kind) for one in encoders):
-            fitting = [one.instance for one in encoders if one.has_capacity(task)]
-            yield from (f"item {task.transfer} for {one.name}" for one in fitting if _may_be(router, of, one))
+            allowed = [one for one in encoders if _may_be(router, of, one.instance)]
+            soonest = min([one.cost_until_done(task) for one in allowed if one.encodes_part(task)], default=math.inf)
+            for one in allowed:  # it may wait for what is being encoded, unless it would be done sooner
+                if one.has_capacity(task) and (one.encodes_part(task) or one.cost_until_done(task) < soonest):
+                    yield f"item {task.transfer} for {one.instance.name}"
 
 
 def false_accounts(router: Router) -> Iterator[str]:
@@ -101,6 +105,8 @@ class _Encoder:
         items = [one for one in encode.unfinished if one.instance is instance]
         self.patches = sum(one.patches for one in items)
         self.clients = [one.task.client for one in items if one.long]
+        self.encodes = {name for one in items for name in one.encodes}
+        self.costs = [(one.cost, one.long) for one in items]
 
     def takes(self, kind: Hashable) -> bool:
         """Return whether it has capacity for some items that were queued as such a kind."""
@@ -113,9 +119,21 @@ class _Encoder:
                 return self.patches < CACHED_CREDITS * self.credit.patches
         return True
 
+    def has_part(self, name: PartName) -> bool:
+        return name in self.instance.encoded or name in self.encodes
+
+    def encodes_part(self, task: EncodeTask) -> bool:
+        return not self.encodes.isdisjoint(task.part_names)
+
+    def cost_until_done(self, task: EncodeTask) -> float:
+        """Return the cost of what it does until it has an item's rows."""
+        before = sum(min(cost, task.cost) if long else cost for cost, long in self.costs)
+        numbers = [number for number, name in zip(task.parts, task.part_names, strict=True) if not self.has_part(name)]
+        return before + sum(task.item.plan.parts[number].cost for number in numbers)
+
     def has_capacity(self, task: EncodeTask) -> bool:
         """Return whether it has capacity for an item."""
-        if all(name in self.instance.encoded for name in task.part_names):
+        if all(map(self.has_part, task.part_names)):
             return self.patches < CACHED_CREDITS * self.credit.patches
         if not task.item.plan.is_time_sliced(self.instance.capacity.encode_batch_patches):
             return self.patches < self.credit.patches

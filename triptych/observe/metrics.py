@@ -66,6 +66,9 @@ class Metrics:
         self._failure = self._counter("request_failure", "choices that failed, by error name", "error")
         self._rejections = self._counter("admission_rejections", "requests rejected, by error name", "error")
         self._reencoded = self._counter("reencode", "items requested again, because their request was preempted")
+        self._encode_waits = self._counter(
+            "mm_single_flight_waits", "media items that waited for rows that were being encoded for another one"
+        )
         self._recovered = self._counter(
             "recovered_requests", "requests continued on another instance, by the stage lost", "stage"
         )
@@ -123,6 +126,10 @@ class Metrics:
     def reencoded(self) -> None:
         """Count an item that is encoded again for the same request."""
         self._reencoded.inc()
+
+    def waits_for_other(self) -> None:
+        """Count an item that waits for rows that are being encoded for another one."""
+        self._encode_waits.inc()
 
     def recovered(self, stage: str, count: int = 1) -> None:
         """Count requests that continue on another instance."""

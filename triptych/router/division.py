@@ -4,12 +4,12 @@ An item can be divided only where no part, and no atomic span, has rows on both 
 """
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from triptych.prompt.prompt import PlannedItem
-from triptych.router.caches import EncodedItems, PartName, part_names
+from triptych.router.caches import PartName, part_names
 
 SECTION_SECONDS = 0.1
 """Seconds of encoding from which a further section is worth it: another instance needs the file, too, and decodes it
@@ -26,8 +26,8 @@ class EncoderState:
 
     load: float
     """Cost of the work that it does before a new item."""
-    encoded: EncodedItems
-    """Parts that it probably has, or is encoding."""
+    has_part: Callable[[PartName], bool]
+    """Whether it probably has a part's rows, or is encoding it (``Instance.has_part``)."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _runs(
         holders = [
             number
             for number, encoder in enumerate(encoders)
-            if all(names[part] in encoder.encoded for part in unit.parts)
+            if all(encoder.has_part(names[part]) for part in unit.parts)
         ]
         if runs and (runs[-1].holder in holders if holders else runs[-1].holder is None):
             runs[-1].units.append(unit)

@@ -3,7 +3,6 @@
 Each instance is given only a few batches at a time, so that the rest stays in the fair queue and can be reordered.
 """
 
-import enum
 import functools
 import logging
 from collections import defaultdict
@@ -28,16 +27,25 @@ from triptych.messages.work import (
 )
 from triptych.prompt.prompt import PlannedItem
 from triptych.router import division
-from triptych.router.caches import PartName, part_names
+from triptych.router.caches import part_names
 from triptych.router.division import EncoderState, divide
+from triptych.router.encode_tasks import (
+    EncodeTask,
+    InFlightEncode,
+    ItemGroup,
+    ItemKind,
+    ItemSection,
+    StartableKinds,
+    SuspectKind,
+)
 from triptych.router.forecast import Rate
-from triptych.router.instance import ENCODE_KINDS, Assignment, Instance, WorkKind
+from triptych.router.instance import ENCODE_KINDS, Instance, WorkKind
 from triptych.router.membership import Membership
 from triptych.router.placement import PlacementPolicy, Work, by_rendezvous, least_loaded
 from triptych.router.quarantine import Quarantine
 from triptych.router.request_state import RequestPhase, RequestState
 from triptych.router.request_table import RequestTable
-from triptych.types import Address, RequestId, RowRange, TransferId
+from triptych.types import Address, RequestId, TransferId
 
 log = logging.getLogger(__name__)
 
@@ -57,128 +65,14 @@ WAITS_FOR_ITEMS = (RequestPhase.PREFILLING, RequestPhase.ENCODING)
 """Phases in which a request may have asked for its items, or is about to."""
 
 
-class ItemKind(enum.IntEnum):
-    """Kind of a queued item. No kind blocks another."""
-
-    SHORT = 0
-    """It is encoded at once."""
-    LONG = 1
-    """It is encoded in time slices."""
-    CACHED = 2
-    """An instance had it cached when it was queued."""
-
-
-@dataclass(frozen=True)
-class SuspectKind:
-    """Kind of the queued items of a suspect (``Quarantine``): they may have to wait until another one's trial ends."""
-
-    request: RequestId
-
-
-@dataclass(frozen=True)
-class _Kinds:
-    """Kinds of items to look through: those that can be started, and those of suspects, which are few."""
-
-    startable: frozenset[ItemKind]
-
-    def __contains__(self, kind: object) -> bool:
-        return kind in self.startable or isinstance(kind, SuspectKind)
-
-
-ItemSection = tuple[int, int]
-"""An item's index in its prompt, and the number of a section of it."""
-
-
-@dataclass(frozen=True)
-class ItemGroup:
-    """Items of a request that were asked for together."""
-
-    key: bytes
-    """``EncodeTask.cache_key`` of the first."""
-    cost: int
-    """Sum of their costs."""
-    spread: bool
-    """Whether they cost enough to be encoded by several instances at once. Otherwise one instance should get all."""
-
-
-@dataclass(frozen=True, eq=False)
-class EncodeTask:
-    """An item whose embedding a language instance needs."""
-
-    request: RequestId
-    index: int
-    """The item's index in its prompt."""
-    item: PlannedItem
-    transfer: TransferId
-    consumer: Address
-    """The language instance."""
-    parts: list[int]
-    """Numbers of the item's parts with rows that the consumer lacks."""
-    attempt: int
-    """Number of the attempt to encode it (``MissingItem.attempt``)."""
-    asked: int
-    """Number of the message that asked for it (``EncodeNeeded.asked``)."""
-    deadline: float
-    """When the embedding is of no use any more, by the router's clock, in seconds."""
-    client: str
-    priority: int
-    cache_salt: str = ""
-    since: float = 0.0
-    """When it was queued, by the router's clock, in seconds."""
-    section: int = 0
-    """Number of the item's section (``PlacedItem.sections``)."""
-    rows: RowRange | None = None
-    """The section's rows; None if the item isn't divided."""
-    group: ItemGroup = ItemGroup(b"", 0, spread=False)
-    """Set when it is queued."""
-
-    @functools.cached_property
-    def cost(self) -> int:
-        """Estimated cost of the parts, a whole number, so that sums and differences are exact."""
-        return max(1, round(sum(self.item.plan.parts[number].cost for number in self.parts)))
-
-    @functools.cached_property
-    def patches(self) -> int:
-        return sum(self.item.plan.parts[number].patches for number in self.parts)
-
-    @property
-    def key(self) -> ItemSection:
-        """Distinguishes it from others of its request."""
-        return self.index, self.section
-
-    @property
-    def cache_key(self) -> bytes:
-        """Equal for what shares cached rows. Keys are of one length, so salts can't be mistaken for their ends."""
-        return f"{self.item.key}{self.cache_salt}".encode()
-
-    @functools.cached_property
-    def part_names(self) -> list[PartName]:
-        """Name the rows of its parts at any encode instance."""
-        return part_names(self.item.key, self.cache_salt, self.parts)
-
-
-@dataclass(eq=False, kw_only=True)
-class InFlightEncode(Assignment):
-    """An item that has been dispatched to an encode instance. Time-sliced ones count no patches."""
-
-    task: EncodeTask
-    cached: bool = False
-    """Whether the instance probably had its rows, or was encoding them, when it was dispatched."""
-    num_bytes_sent: int = 0
-    """Bytes of its file that were sent."""
-
-    @property
-    def long(self) -> bool:
-        """Whether it is encoded in time slices, alternating with other items."""
-        return self.kind is WorkKind.LONG_ITEM
-
-
 @dataclass
 class _RequestItems:
     """The items of one request."""
 
     queued: dict[ItemSection, Ticket[EncodeTask]] = field(default_factory=dict)
     in_flight: dict[TransferId, InFlightEncode] = field(default_factory=dict)
+    waited: set[ItemSection] = field(default_factory=set)
+    """Queued ones that have waited for an instance that encodes the same parts."""
 
     def known(self, key: ItemSection) -> list[EncodeTask]:
         """Return what was asked for last of an item or section, queued or dispatched; empty if nothing was."""
@@ -217,11 +111,13 @@ class EncodeDispatcher:
         rate: Rate,
         policy: PlacementPolicy,
         clock: Clock,
+        note_wait: Callable[[], None],
     ) -> None:
         """Each encode instance gets items while this frontend has less in flight there than its credit: patches,
         where an item counts as at most one batch, and time-sliced items. A policy that uses caches gives it those that
-        it has cached up to ``CACHED_CREDITS`` times that. ``address`` is this frontend's. ``rate`` is updated with the
-        work done, in cost per second."""
+        it has cached up to ``CACHED_CREDITS`` times that. Whatever the policy, no two encode the same part at the
+        same time if waiting for the first takes less. ``address`` is this frontend's. ``rate`` is updated with
+        the work done, in cost per second. ``note_wait`` counts an item that waits for another one's."""
         self._membership = membership
         self._table = requests
         self._quarantine = quarantine
@@ -230,6 +126,7 @@ class EncodeDispatcher:
         self._rate = rate
         self._policy = policy
         self._clock = clock
+        self._note_wait = note_wait
         self._queue: FairQueue[EncodeTask] = FairQueue()
         self._requests: dict[RequestId, _RequestItems] = {}
         self._in_flight: dict[TransferId, InFlightEncode] = {}
@@ -261,7 +158,7 @@ class EncodeDispatcher:
         if not items or len(instances) < 2 or self._quarantine.is_suspect(state):
             return [msgspec.structs.replace(item, cuts=()) for item in state.generate.items]
         cost = sum(item.plan.cost for item in items)
-        encoders = [EncoderState(_load_before(one, cost), one.encoded) for one in instances]
+        encoders = [EncoderState(_load_before(one, cost), one.has_part) for one in instances]
         cuts = divide(items, state.generate.cache_salt, encoders, self._least_section())
         planned = self._planned(state) if any(item.plan.num_parts > 1 for item in items) else {}
         return [
@@ -294,10 +191,12 @@ class EncodeDispatcher:
         return division.SECTION_SECONDS * cost / seconds if cost and seconds else self._membership.encode_batch_patches
 
     def _queued(self, task: EncodeTask) -> Ticket[EncodeTask]:
+        instances = self._membership.encode_instances(begun=True)
+        waits = task.key in self._requests[task.request].waited
         kind: ItemKind | SuspectKind = ItemKind.SHORT
         if self._quarantine.is_suspect(self._state(task)):
             kind = SuspectKind(task.request)
-        elif any(self._has_cached(task, one) for one in self._membership.encode_instances(begun=True)):
+        elif waits or any(self._has_parts(task, one) for one in instances):
             kind = ItemKind.CACHED
         elif task.item.plan.is_time_sliced(self._membership.encode_batch_patches):
             kind = ItemKind.LONG
@@ -320,27 +219,59 @@ class EncodeDispatcher:
         """Dispatch queued items to encode instances with capacity, as the policy chooses."""
         while len(self._queue):
             instances = self._membership.encode_instances(begun=True)
-            kinds = _Kinds(frozenset(kind for one in instances for kind in self._startable(one)))
-            fits = functools.partial(self._fits_any, instances)
-            if (ticket := self._queue.pop(fits, kinds)) is None:
+            kinds = StartableKinds(frozenset(kind for one in instances for kind in self._startable(one)))
+            waiting: list[EncodeTask] = []
+            ticket = self._queue.pop(functools.partial(self._may_start, instances, waiting), kinds)
+            for task in waiting:
+                self._set_waiting(task)
+            if ticket is None:
+                if waiting:
+                    continue  # others may come before them now
                 return
             if (task := ticket.work).transfer in self._in_flight:
                 log.error("request %s: another item has the transfer %s", task.request, task.transfer)
                 del self._requests[task.request].queued[task.key]
             else:
-                self._dispatch_to(task, self._choose(task, instances))
+                self._dispatch_to(task, self._choose(task, self._candidates(task, instances)))
 
-    def _choose(self, task: EncodeTask, instances: Sequence[Instance]) -> Instance:
-        """Return the instance that gets an item, of those that have capacity for it. One that has it cached is taken
-        even if it is busy: a copy is less work than encoding it again elsewhere."""
+    def _may_start(self, instances: Sequence[Instance], waiting: list[EncodeTask], task: EncodeTask) -> bool:
+        """Return whether an instance may be given an item now. Adds it to ``waiting`` if it begins to wait for one that
+        encodes the same parts."""
+        if self._candidates(task, instances):
+            return True
+        if any(self._fits(task, one) for one in instances) and task.key not in self._requests[task.request].waited:
+            waiting.append(task)
+        return False
+
+    def _set_waiting(self, task: EncodeTask) -> None:
+        """Have a queued item block none of its client's others while it waits for an instance that encodes its
+        parts."""
+        items = self._requests[task.request]
+        items.waited.add(task.key)
+        self._queue.remove(items.queued[task.key])
+        items.queued[task.key] = self._queued(task)
+
+    def _candidates(self, task: EncodeTask, instances: Sequence[Instance]) -> list[Instance]:
+        """Return the instances that may be given an item now: those with capacity, but for those that would encode what
+        another one is encoding, which is sooner done."""
         fitting = [one for one in instances if self._fits(task, one)]
+        encoding = [one for one in instances if _encodes_part(task, one) and one not in fitting]
+        encoding = [one for one in encoding if self._quarantine.allows(self._state(task), one)]
+        if not encoding or not fitting:
+            return fitting
+        soonest = min(_cost_until_done(task, one) for one in encoding)
+        return [one for one in fitting if self._has_parts(task, one) or _cost_until_done(task, one) < soonest]
+
+    def _choose(self, task: EncodeTask, candidates: Sequence[Instance]) -> Instance:
+        """Return the instance that gets an item. One that has it cached, or is encoding it, is taken even if it is
+        busy: that is less work than encoding it again elsewhere."""
         group = task.group
         work = Work(max(task.cost, group.cost), group.key)
-        holder = least_loaded([one for one in fitting if self._has_cached(task, one)], work)
-        if holder is None and group.spread:
-            ranks = {one: rank for rank, one in enumerate(by_rendezvous(fitting, task.cache_key))}
-            return min(fitting, key=lambda one: (one.outstanding + _missing_cost(task, one), ranks[one]))
-        instance = holder or self._policy.choose(fitting, work)
+        holder = least_loaded([one for one in candidates if self._has_parts(task, one)], work)
+        if holder is None and (group.spread or any(_encodes_part(task, one) for one in candidates)):
+            ranks = {one: rank for rank, one in enumerate(by_rendezvous(candidates, task.cache_key))}
+            return min(candidates, key=lambda one: (one.outstanding + _missing_cost(task, one), ranks[one]))
+        instance = holder or self._policy.choose(candidates, work)
         assert instance is not None, "the item was dequeued because it fits"
         return instance
 
@@ -358,24 +289,20 @@ class EncodeDispatcher:
         return instance.account.patches < credits * instance.credit.patches
 
     @staticmethod
-    def _has_cached(task: EncodeTask, instance: Instance) -> bool:
+    def _has_parts(task: EncodeTask, instance: Instance) -> bool:
         """Return whether an encode instance probably has an item's rows, or is encoding them."""
-        return all(name in instance.encoded for name in task.part_names)
+        return all(map(instance.has_part, task.part_names))
 
     def has_cached(self, item: PlannedItem, salt: str) -> bool:
         """Return whether an encode instance probably has an item's rows, or is encoding them."""
         names = part_names(item.key, salt, range(item.plan.num_parts))
-        instances = self._membership.encode_instances(begun=True)
-        return any(all(name in one.encoded for name in names) for one in instances)
-
-    def _fits_any(self, instances: Sequence[Instance], task: EncodeTask) -> bool:
-        return any(self._fits(task, one) for one in instances)
+        return any(all(map(one.has_part, names)) for one in self._membership.encode_instances(begun=True))
 
     def _fits(self, task: EncodeTask, instance: Instance) -> bool:
         """Return whether an encode instance has capacity for an item, and its request may be there."""
         if not self._quarantine.allows(self._state(task), instance):
             return False
-        if self._has_cached(task, instance):
+        if self._has_parts(task, instance):
             return self._has_patches(instance, CACHED_CREDITS)
         if not task.item.plan.is_time_sliced(instance.capacity.encode_batch_patches):
             return self._has_patches(instance)
@@ -385,7 +312,8 @@ class EncodeDispatcher:
 
     def _dispatch_to(self, task: EncodeTask, instance: Instance) -> None:
         item, plan, batch_patches = task.item, task.item.plan, instance.capacity.encode_batch_patches
-        cached = self._has_cached(task, instance)
+        cached = self._has_parts(task, instance)
+        is_kept = all(name in instance.encoded for name in task.part_names)
         long = plan.is_time_sliced(batch_patches) and not cached
         items = self._requests[task.request]
         encode = InFlightEncode(
@@ -395,15 +323,18 @@ class EncodeDispatcher:
             kind=WorkKind.LONG_ITEM if long else WorkKind.ITEM,
             cost=task.cost,
             patches=0 if long else min(task.patches, batch_patches),
+            encodes=() if is_kept else task.part_names,
             task=task,
             cached=cached,
         )
+        if task.key in items.waited or (not is_kept and _encodes_part(task, instance)):
+            items.waited.discard(task.key)
+            self._note_wait()
         del items.queued[task.key]
         items.in_flight[task.transfer] = self._in_flight[task.transfer] = encode
         self._at[instance.address][task.transfer] = encode
         self._unfinished[encode] = None
         self._table.charge(self._state(task), encode)
-        self._note_cached(encode)
         now = self._clock.now()
         self._rate.set_busy(now, busy=True)
         message = Encode(
@@ -472,7 +403,7 @@ class EncodeDispatcher:
                 self.finish(encode, cached=encode.cached)
 
     def _note_cached(self, encode: InFlightEncode) -> None:
-        """Note that an item's rows will be in the cache of its instance. Other transfers of it can join it before."""
+        """Note that an item's rows are in the cache of its instance."""
         if self._policy.uses_caches:
             task, instance = encode.task, encode.instance
             for number, name in zip(task.parts, task.part_names, strict=True):
@@ -554,9 +485,6 @@ class EncodeDispatcher:
         earlier = [transfer for transfer, encode in items.in_flight.items() if encode.task.key == key]
         for transfer in earlier:
             encode = items.in_flight.pop(transfer)
-            if encode in self._unfinished:
-                for name in encode.task.part_names:
-                    encode.instance.encoded.discard(name)
             self._free_capacity(encode, 0.0)
             del self._in_flight[transfer]
             held = self._at[encode.instance.address]
@@ -569,6 +497,7 @@ class EncodeDispatcher:
         """Take an item or section out of the queue; return False if it isn't there."""
         if (ticket := items.queued.pop(key, None)) is None:
             return False
+        items.waited.discard(key)
         self._queue.remove(ticket)
         self.num_openings += 1  # others may have waited behind it
         return True
@@ -585,9 +514,19 @@ class EncodeDispatcher:
 
 
 def _missing_cost(task: EncodeTask, instance: Instance) -> float:
-    """Return the cost of a task's parts that an encode instance probably doesn't have."""
+    """Return the cost of a task's parts that an encode instance probably doesn't have, and isn't encoding."""
     parts = zip(task.parts, task.part_names, strict=True)
-    return sum(task.item.plan.parts[number].cost for number, name in parts if name not in instance.encoded)
+    return sum(task.item.plan.parts[number].cost for number, name in parts if not instance.has_part(name))
+
+
+def _encodes_part(task: EncodeTask, instance: Instance) -> bool:
+    """Return whether an instance is encoding one of a task's parts."""
+    return not instance.account.encoding.keys().isdisjoint(task.part_names)
+
+
+def _cost_until_done(task: EncodeTask, instance: Instance) -> float:
+    """Return the cost of what an encode instance does until it has a task's rows."""
+    return _load_before(instance, task.cost) + _missing_cost(task, instance)
 
 
 def _load_before(instance: Instance, cost: float) -> float:

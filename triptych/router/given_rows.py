@@ -9,7 +9,7 @@ from triptych.errors import TransferError, TriptychError, Unavailable
 from triptych.messages.codec import Send
 from triptych.messages.rows import Abort, Done, Grant, RowLayout
 from triptych.messages.work import time_left
-from triptych.router.encode_dispatcher import EncodeTask
+from triptych.router.encode_tasks import EncodeTask
 from triptych.transfer.sender import Sender
 from triptych.types import Address
 

@@ -2,14 +2,14 @@
 
 import enum
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from triptych.messages.operations import InstanceStatus
 from triptych.messages.rows import RowKind, RowLayout
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import Capacity, Credit
-from triptych.router.caches import EncodedItems
+from triptych.router.caches import EncodedItems, PartName
 from triptych.router.stats_history import StatsHistory
 from triptych.topology import Role
 from triptych.types import Address, RequestId
@@ -47,6 +47,8 @@ class Assignment:
     """Plan cost for a media item, tokens for all else. A whole number, so that sums return to exactly 0."""
     patches: int = 0
     """Patches that count against the instance's capacity."""
+    encodes: Sequence[PartName] = ()
+    """Names of the parts of media that it encodes for it."""
 
 
 class Account:
@@ -59,6 +61,8 @@ class Account:
         """Patches of the media items among it."""
         self.num_assigned = num_assigned
         """Pieces of work that were charged so far."""
+        self.encoding: Counter[PartName] = Counter()
+        """Parts of media that it encodes, or is about to."""
         self._work: dict[Assignment, None] = {}
         self._num = [0] * len(WorkKind)
         self._num_long: Counter[str] = Counter()
@@ -106,6 +110,10 @@ class Account:
             self._num_long[work.client] += sign
             if not self._num_long[work.client]:
                 del self._num_long[work.client]
+        for name in work.encodes:
+            self.encoding[name] += sign
+            if not self.encoding[name]:
+                del self.encoding[name]
 
 
 NO_CREDIT = Credit(0, 0, 0)
@@ -174,6 +182,10 @@ class Instance:
         """Whether it can be given another request that may stall. These have as many slots as the others, because a
         stalled request computes nothing."""
         return self.has_room and self.account.num(WorkKind.MAY_STALL) < self.credit.requests
+
+    def has_part(self, name: PartName) -> bool:
+        """Return whether it probably has a part's rows, or is about to have them."""
+        return name in self.encoded or name in self.account.encoding
 
     @property
     def encode_cache_bytes(self) -> int:

@@ -69,6 +69,7 @@ class RequestLifecycle:
             clock=clock,
             requests=self.requests,
             quarantine=self.quarantine,
+            note_wait=metrics.waits_for_other,
         )
         self.transitions = Transitions(
             requests=self.requests,

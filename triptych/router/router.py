@@ -29,7 +29,7 @@ from triptych.observe.metrics import Metrics
 from triptych.router.auto_roles import AutoRoles
 from triptych.router.availability import Availability
 from triptych.router.debug import RouterState
-from triptych.router.encode_dispatcher import EncodeTask
+from triptych.router.encode_tasks import EncodeTask
 from triptych.router.given_rows import GivenRows, OpenSender
 from triptych.router.instance_messages import InstanceMessages
 from triptych.router.instance_metrics import InstanceCollector, RestartCollector, TopologyCollector
