@@ -17,6 +17,7 @@ from triptych_vllm.row_needs import Need
 from triptych_vllm.settings import ConnectorSettings
 from triptych_vllm.start import start_consumer
 
+from tests.support.hang_ups import hang_up
 from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
 from tests.support.tiny import make_tiny
 from tests.support.vllm_server import VllmServer, vllm_server
@@ -267,3 +268,18 @@ def test_servers_are_told_apart_by_name(folder: Path) -> None:
         assert service.text([image_part()]) == WORDS
         assert not one.bodies
         assert connector.asked
+
+
+def test_clients_that_hang_up_at_any_time_leave_nothing(all_three: tuple[Served, VllmServer, Connector]) -> None:
+    service, server, connector = all_three
+    service.encoder.delay = 0.01
+    content = [[image_part(image(seed=100 + number % 8)), text_part("a")] for number in range(120)]
+    bodies = [service.body(one, stream=number % 2 == 1, cache_salt=f"{number}") for number, one in enumerate(content)]
+    hang_up(httpx.URL(service.url).port or 0, bodies, longest=0.3, at_a_time=12)
+    service.settle()
+    frontend = service.running.frontend
+    admission, servers = frontend.router.lifecycle.admission, frontend.router.servers
+    wait_for(lambda: not server.running and not admission.share_in_flight and not frontend.api.memory_budget.total)
+    assert servers is not None and not servers.num_waiting and not any(one.running for one in servers)
+    wait_for(lambda: connector.consumer.is_idle)
+    assert service.text(content[0]) == WORDS

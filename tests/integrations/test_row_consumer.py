@@ -1,5 +1,6 @@
 """The thread of triptych-vllm that fetches rows, over real sockets and real shared memory."""
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -7,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from triptych_vllm.row_consumer import ConsumerThread
+from triptych_vllm.row_consumer import MAX_FRONTENDS, ConsumerThread
 from triptych_vllm.row_needs import Need
 from triptych_vllm.settings import ConnectorSettings
 from triptych_vllm.start import start_consumer
 
+from tests.support.nonsense import Nonsense
 from tests.support.row_gateway import RowGateway, Rule, raw
 from tests.support.serving import wait_for
 from triptych.errors import (
@@ -25,11 +27,13 @@ from triptych.errors import (
     Unavailable,
 )
 from triptych.job_faults import Culprit
+from triptych.messages.codec import Message, encode
+from triptych.messages.consumers import RowConsumerAccepted, RowConsumerRefused
 from triptych.messages.identity import ModelIdentity
-from triptych.messages.rows import RowLayout
+from triptych.messages.rows import Abort, Done, Offer, RowLayout, Wrote
 from triptych.messages.tickets import unseal
-from triptych.messages.work import EncodeNeeded
-from triptych.types import TransferId
+from triptych.messages.work import Cancel, EncodeNeeded, MessagesLost, PeerLost
+from triptych.types import Address, TransferId
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 WIDTH = 16
@@ -39,6 +43,9 @@ ROWS = {
     key: raw(np.random.default_rng(number).standard_normal((count, WIDTH), dtype=np.float32))
     for number, (key, count) in enumerate({"a": 5, "b": 64, "large": 40_000}.items())
 }
+
+MEANT = (RowConsumerAccepted, RowConsumerRefused, Offer, Wrote, Abort, Done, PeerLost, Cancel, MessagesLost)
+"""What a consumer listens to."""
 
 
 @pytest.fixture
@@ -228,6 +235,23 @@ def test_a_lost_producer_is_replaced(consumer: ConsumerThread, gateway: RowGatew
     assert gateway.asked["a"] == 2
 
 
+def test_no_connection_is_kept_to_peers_that_are_gone(consumer: ConsumerThread, gateway: RowGateway) -> None:
+    """An engine outlives many encode instances."""
+    assert fetched(consumer, gateway, "a").rows is not None
+    (address,) = gateway.consumers
+    before = num_files()
+    others = [Address(f"tcp://127.66.0.1:{port}") for port in range(1, 33)]
+    offers = [Offer(TransferId(f"unknown {one}"), 5, one, LAYOUT, []) for one in others]
+    gateway.send_frames(address, map(encode, offers))  # each is answered
+    wait_for(lambda: num_files() >= before + len(others))
+    gateway.send_frames(address, [encode(PeerLost(one, [], gateway.channel.address)) for one in others])
+    wait_for(lambda: num_files() <= before)
+
+
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 def test_what_is_asked_for_again_has_a_larger_number(consumer: ConsumerThread, gateway: RowGateway) -> None:
     """Routers ignore a smaller one as a message that was overtaken."""
     numbers: list[int] = []
@@ -286,10 +310,31 @@ def test_a_frontend_that_announces_a_request_is_news(consumer: ConsumerThread, g
     wait_for(consumer.news.is_set)
 
 
-def test_garbage_on_the_wire_changes_nothing(consumer: ConsumerThread, gateway: RowGateway) -> None:
+@pytest.mark.parametrize("num_frames", [2_000, pytest.param(50_000, marks=pytest.mark.slow)])
+def test_nonsense_on_the_wire_changes_nothing(consumer: ConsumerThread, gateway: RowGateway, num_frames: int) -> None:
+    """Frames of every kind, some of them much like real ones, while rows are on their way."""
+    seen: list[Message] = []
+    assert fetched(consumer, gateway, "large").rows is not None
+    (address,) = gateway.consumers
+    seen += [RowConsumerAccepted(gateway.channel.address, 3.0, gateway.key, LAYOUT, gateway.join)]
+    nonsense = Nonsense(3, addresses=[address, gateway.channel.address], seen=seen, meant=MEANT)
+    for _ in range(num_frames // 200):
+        gateway.send_frames(address, [nonsense.frame() for _ in range(200)])
+        assert fetched(consumer, gateway, "b").rows is not None
+    assert np.array_equal(fetched(consumer, gateway, "a").rows, ROWS["a"])
+    wait_for(lambda: gateway.sender.idle)
+
+
+def test_frontends_have_a_bound(consumer: ConsumerThread, gateway: RowGateway) -> None:
+    """Each says itself how long it is to be remembered."""
     wait_for(lambda: accepted(consumer, gateway))
     (address,) = gateway.consumers
-    gateway.send_garbage(address)
+    others = [Address(f"tcp://127.66.0.1:{port}") for port in range(1, 2 * MAX_FRONTENDS)]
+    gateway.send_frames(
+        address, [encode(RowConsumerAccepted(one, 1e9, gateway.key, LAYOUT, gateway.join)) for one in others]
+    )
+    wait_for(lambda: consumer.key_of(others[-1]))
+    assert sum(consumer.key_of(one) is not None for one in others) <= MAX_FRONTENDS
     assert fetched(consumer, gateway, "a").rows is not None
 
 

@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -104,10 +104,14 @@ class RowGateway:
         self.send(needed.consumer, Cancel(needed.request))
 
     def send_garbage(self, to: Address) -> None:
-        """Frames that aren't messages, in the gateway's thread."""
+        """Frames that aren't messages."""
+        self.send_frames(to, (b"", b"\xc1", b"\x91" * 1000, secrets.token_bytes(100)))
+
+    def send_frames(self, to: Address, frames: Iterable[bytes]) -> None:
+        """Send frames as they are, in the gateway's thread."""
 
         def send() -> None:
-            for frame in (b"", b"\xc1", b"\x91" * 1000, secrets.token_bytes(100)):
+            for frame in frames:
                 self.channel.outbox(to).socket.send(frame)
 
         self.later(0.0, send)

@@ -31,6 +31,7 @@ BEAT, MIN_BEAT = 1.0, 0.05
 """Seconds between two registrations with a frontend, and the least that one may ask for."""
 BEATS_PER_EXPIRY = 4
 """Registrations in the time after which a frontend gives an engine up: that one is late must not end anything."""
+MAX_FRONTENDS = 256
 TICK = 0.25
 """Seconds between two looks at deadlines."""
 
@@ -126,6 +127,12 @@ class ConsumerThread:
         message = Failed.of(ticket.request, self._channel.address, error, culprit)
         self._do(lambda: self._send(ticket.frontend, message))
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is on its way."""
+        collector = self._collector
+        return not (self._work or self._asking or self._of) and (collector is None or collector.idle)
+
     def stop(self) -> None:
         """Give up all that is on its way, and end the thread."""
         self._stopping = True
@@ -176,6 +183,8 @@ class ConsumerThread:
                     self._collector.producer_lost(
                         message.address, message.transfers, message.frontend, suspect=message.suspect
                     )
+                if not message.is_alive:
+                    self._channel.disconnect(message.address)
             case Cancel():
                 for need in [one for one in self._asking if one.request == message.request]:
                     self._fail(need, Unavailable("the frontend has given up the request"))
@@ -201,6 +210,8 @@ class ConsumerThread:
             self.news.set()  # it may be about to send the engine a request
         self._refusals.pop(message.join, None)
         self._frontends[message.frontend] = _Frontend(message, self._clock.monotonic())
+        if len(self._frontends) > MAX_FRONTENDS:
+            self._forget(min(self._frontends, key=lambda one: self._frontends[one].heard), "there are too many")
 
     def _on_refused(self, join: str, reason: str) -> None:
         if self._refusals.get(join) != reason:
@@ -277,6 +288,7 @@ class ConsumerThread:
         log.warning("%s: %s", self._frontends.pop(address).accepted.join, reason)
         for need in [one for one in self._asking if one.frontend == address]:
             self._fail(need, Unavailable(reason))
+        self._channel.disconnect(address)
 
     def _begin(self, need: Need) -> None:
         rows = np.empty((need.item.rows, self._engine.row_bytes), dtype=np.uint8)
