@@ -229,6 +229,25 @@ def test_encode_instances_that_are_lost(folder: Path) -> None:
         wait_for(lambda: not service.running.frontend.router.num_requests)
 
 
+def test_encode_instances_keep_nothing_of_a_connector_that_is_gone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines are restarted, and encode instances outlive them."""
+    with vllm_server(folder) as server, gateway(folder, server) as service:
+        monkeypatch.setattr(service.running.frontend.router.consumers, "_expiry", 1.5)
+        before = num_maps()
+        with connected(service, server, folder):
+            wait_for(lambda: states(service) == ["serving"])
+            assert service.text([image_part(image(seed=90))]) == WORDS
+            assert num_maps() > before + 1  # the connector's, and an encode instance's
+        wait_for(lambda: num_maps() == before)
+
+
+def num_maps() -> int:
+    """Of pools that rows arrive in."""
+    return Path("/proc/self/maps").read_text().count("/memfd:triptych-")
+
+
 def test_text_needs_no_connector(
     all_three: tuple[Served, VllmServer, Connector], monkeypatch: pytest.MonkeyPatch
 ) -> None:

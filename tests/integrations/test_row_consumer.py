@@ -321,7 +321,8 @@ def test_nonsense_on_the_wire_changes_nothing(consumer: ConsumerThread, gateway:
     for _ in range(num_frames // 200):
         gateway.send_frames(address, [nonsense.frame() for _ in range(200)])
         assert fetched(consumer, gateway, "b").rows is not None
-    assert np.array_equal(fetched(consumer, gateway, "a").rows, ROWS["a"])
+    made = fetched(consumer, gateway, "a")
+    assert made.rows is not None and np.array_equal(made.rows, ROWS["a"])
     wait_for(lambda: gateway.sender.idle)
 
 

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,18 +81,9 @@ def vllm_server(
     command = [str(environment / "bin/python"), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(checkpoint), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--skip-mm-profiling", *flags]
-    path: Sequence[str] = ()
     if connector is not None:
-        command += ["--ec-transfer-config", json.dumps(_transfer_config(connector))]
-        path = [str(ROOT), str(ROOT / "integrations/vllm"), _entry_points(log.parent)]
-    variables = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(path),
-    }
+        command += ["--ec-transfer-config", json.dumps(transfer_config(connector))]
+    variables = variables_of_vllm(log.parent if connector is not None else None)
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=out, env={**os.environ, **variables}, start_new_session=True
@@ -105,7 +96,21 @@ def vllm_server(
         _end(process)
 
 
-def _transfer_config(connector: Mapping[str, Any]) -> dict[str, Any]:
+def variables_of_vllm(installed: Path | None) -> dict[str, str]:
+    """Return what vLLM's environment needs here. It finds this distribution as if it were installed, by way of the
+    folder ``installed``; with None it doesn't."""
+    path = [] if installed is None else [str(ROOT), str(ROOT / "integrations/vllm"), _entry_points(installed)]
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path),
+    }
+
+
+def transfer_config(connector: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "ec_connector": "TriptychECConnector",
         "ec_connector_module_path": "triptych_vllm.connector",

@@ -68,9 +68,9 @@ class Processes:
         internal: dict[str, Any] = {}
         if name == "door":
             engine = ("--engine", f"vllm-ec=http://127.0.0.1:{self.port}")
-            more = ("--role", "frontend", "--port", str(self.door), "--control-port", str(self.control), *engine, *DOOR)
+            more = ["--role", "frontend", "--port", str(self.door), "--control-port", str(self.control), *engine, *DOOR]
         else:
-            more = ("--role", "E", "--join", f"127.0.0.1:{self.control}", "--name", name)
+            more = ["--role", "E", "--join", f"127.0.0.1:{self.control}", "--name", name]
             internal = {"inject_faults": "delay=1,seconds=0.1"}  # so that a test can strike in the middle
         stack = ExitStack()
         command = stack.enter_context(triptych("serve", self.folder, *COMMON, *more, internal=internal))

@@ -46,6 +46,8 @@ class VllmServer:
     ``hang`` (nothing comes until ``opened``), ``pause`` (the same after the first word), ``on`` (words without end)."""
     take_rows: Callable[[dict[str, Any]], bool] = lambda _: True
     """Called with each chat's body; whether it can be answered."""
+    message: str = "vLLM says no"
+    """Of its refusals."""
     healthy: bool = True
     opened: threading.Event = field(default_factory=threading.Event)
     entered: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -156,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _chat(self, body: dict[str, Any], behaviour: str) -> None:
         if behaviour.isdigit():
-            error = {"message": "vLLM says no", "type": "BadRequestError", "param": "top_k", "code": int(behaviour)}
+            error = {"message": self.vllm.message, "type": "BadRequestError", "param": "top_k", "code": int(behaviour)}
             self._json({"error": error}, int(behaviour))
             return
         if behaviour == "die":

@@ -1,5 +1,6 @@
 """What vLLM's answers must be like. They come from outside: each is bounded, and none is passed on unread."""
 
+import re
 from collections.abc import AsyncGenerator, Sequence
 from typing import TypeVar
 
@@ -15,6 +16,8 @@ MAX_ERROR_BYTES = 2**16
 DONE = b"[DONE]"
 _DATA = b"data:"
 _END = b"\n\n"
+_ADDRESS = re.compile(r"0x[0-9A-Fa-f]{6,}")
+"""An address in memory, as errors of decoders have it."""
 
 
 class ServerFailed(Exception):
@@ -141,8 +144,9 @@ async def read_events(response: httpx.Response, form: type[A]) -> AsyncGenerator
 
 
 def refusal(status: int, failure: ServerFault | None) -> RequestError:
-    """Return the error that stands for a refusal of vLLM's."""
-    message = failure.message if failure and failure.message else f"the language server answered {status}"
+    """Return the error that stands for a refusal of vLLM's, without addresses in its memory."""
+    said = failure.message if failure and failure.message else f"the language server answered {status}"
+    message = _ADDRESS.sub("0x…", said)
     if status == httpx.codes.NOT_FOUND:
         return UnknownModel(message, "model")
     if status == httpx.codes.REQUEST_ENTITY_TOO_LARGE:

@@ -115,6 +115,8 @@ class InstanceMessages:
             self._remove_instance(instance, why)
         self._reset_where_messages_were_lost(now)
         for consumer in self._consumers.expire():
+            for instance in self._membership:  # it has a connection, and the consumer's memory
+                self._notify(instance.address, PeerLost(consumer, [], self._address))
             for state in map(self._requests.get, self._encodes.consumer_lost(consumer)):
                 if state is not None:  # a consumer that comes back doesn't know that its items were dropped
                     self._transitions.requeue(state)
