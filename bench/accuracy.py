@@ -21,6 +21,7 @@ import asyncio
 import hashlib
 import importlib
 import io
+import math
 import os
 import sys
 import tempfile
@@ -39,6 +40,7 @@ from bench.scoring import Divergence, Excerpt, Scorer
 from demo.accuracy import answers_over_http
 from demo.questions import EVALUATION_SEEDS, Example, make_example
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
+from triptych.checkpoint.gguf.file import GgufFile, read_gguf
 from triptych.checkpoint.gguf.folder import gguf_folder
 from triptych.config import EngineConfig
 from triptych.demo import MODEL_DIR
@@ -58,7 +60,7 @@ REFERENCE = "float32"
 CONTEXT = 512
 EXCERPTS = 1
 """Of each passage."""
-GGUF_FORMATS = ("F16", "Q8_0", "Q4_K_M", "Q4_0")
+GGUF_FORMATS = ("F16", "Q8_0", "Q5_K_M", "Q4_K_M", "Q4_0")
 COLUMNS = {"kl_mean": "KL mean", "kl_p99": "KL 99 %", "top_1": "same token"}
 
 Score = Callable[[Excerpt], Tensor]
@@ -128,11 +130,12 @@ def perplexity(model: Score, excerpts: Sequence[Excerpt]) -> float:
     return float(torch.cat(losses).mean().exp())
 
 
-def llama_cpp_models(folder: Path, gguf: Path, files: Path) -> dict[str, Score]:
-    """Write ``gguf`` to ``files`` in each of ``GGUF_FORMATS``, and return the models. Raises RuntimeError if llama.cpp
-    can't."""
+def llama_cpp_models(folder: Path, gguf: Path, files: Path) -> tuple[dict[str, Score], dict[str, float]]:
+    """Write ``gguf`` to ``files`` in each of ``GGUF_FORMATS``, and return the models and their layers' bits per weight.
+    Raises RuntimeError if llama.cpp can't."""
     binding, threads = _binding(folder), torch.get_num_threads()
     models: dict[str, Score] = {}
+    bits: dict[str, float] = {}
     for name in GGUF_FORMATS:
         source, target = gguf if name == "F16" else files / "F16.gguf", files / f"{name}.gguf"
         settings = binding.llama_model_quantize_default_params()
@@ -141,7 +144,14 @@ def llama_cpp_models(folder: Path, gguf: Path, files: Path) -> dict[str, Score]:
         if binding.llama_model_quantize(str(source).encode(), str(target).encode(), settings):
             raise RuntimeError(f"llama.cpp can't write {source} as {name}")
         models[f"llama.cpp {name}"] = _llama_cpp_model(binding, target)
-    return models
+        bits[f"llama.cpp {name}"] = bits_per_weight(read_gguf(target))
+    return models, bits
+
+
+def bits_per_weight(file: GgufFile) -> float:
+    """Return those of a file's linear layers: what llama.cpp names a file after is its most frequent type's name."""
+    layers = [one for one in file.tensors.values() if one.name.startswith("blk.") and len(one.shape) > 1]
+    return round(8 * sum(one.num_bytes for one in layers) / sum(math.prod(one.shape) for one in layers), 2)
 
 
 def _llama_cpp_model(binding: Any, file: Path) -> Score:
@@ -188,9 +198,11 @@ def text_results(model: Path, wanted: Formats, gguf: Path | None, llama_cpp: Pat
     excerpts = text_excerpts(folder)
     ours = {name: settings for name, settings in wanted.items() if "encoder_quantization" not in settings}
     models: dict[str, Score] = {name: Scorer(folder, settings).log_probabilities for name, settings in ours.items()}
+    bits: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as files:
         if gguf and llama_cpp:
-            models |= llama_cpp_models(llama_cpp, gguf, Path(files))
+            theirs, bits = llama_cpp_models(llama_cpp, gguf, Path(files))
+            models |= theirs
         elif model.is_file() and llama_cpp:
             models["llama.cpp, as stored"] = _llama_cpp_model(_binding(llama_cpp), model)
         formats = compare(models, excerpts)
@@ -202,6 +214,7 @@ def text_results(model: Path, wanted: Formats, gguf: Path | None, llama_cpp: Pat
         "tokens_sha256": digest,
         "perplexity": round(perplexity(models[REFERENCE], excerpts), 3),
         "formats": formats,
+        "bits_per_weight": bits,
     }
 
 

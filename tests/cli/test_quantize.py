@@ -42,6 +42,8 @@ def test_the_quantized_demo_model_answers_rightly(tmp_path: Path, capsys: pytest
         (("demo", "OUT", "--bits", "3"), "there is no --bits"),
         (("nothing", "OUT"), "nothing: no such folder"),
         (("demo", "."), "exists; the copy needs a folder of its own"),
+        (("demo", "OUT.gguf"), "GGUF files are written of text-only models"),
+        (("demo", "OUT.gguf", "--gguf-type", "Q9"), "--gguf-type"),
     ],
 )
 def test_misuse_is_one_line(

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.support.backbones import IDS, VOCABULARY
 from tests.support.tiny import Tiny
-from triptych.checkpoint.gguf.architectures import ARCHITECTURES, WHOLE, Architecture
+from triptych.checkpoint.gguf.architectures import ARCHITECTURES, tensor_name
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -141,7 +141,8 @@ def write_gguf(source: Path, path: Path, architecture: str, kind: GGMLQuantizati
         is_quantized = weight.ndim == 2 and kind != GGMLQuantizationType.F32
         stored = quantize(weight, kind) if is_quantized else weight
         dense[key] = dequantize(stored, kind) if is_quantized else weight
-        name, expert = _named(key, entry)
+        name, expert = tensor_name(key, entry)
+        assert name is not None, key
         if name.endswith("norm.weight"):
             stored = stored + np.float32(entry.norm_offset)
         part = re.sub(r"blk\.\d+\.", "", name)
@@ -201,21 +202,6 @@ def _separated(weights: dict[str, NDArray[Any]], architecture: str) -> dict[str,
             for name, part in parts.items():
                 found[f"{place}{is_stack}{expert}.{name}.{suffix}"] = np.ascontiguousarray(part)
     return found
-
-
-def _named(key: str, entry: Architecture) -> tuple[str, int | None]:
-    """The file's name of a tensor, and which expert's it is."""
-    part, _, kind = key.rpartition(".")
-    layer = re.match(r"model\.layers\.(\d+)\.(.+)", part)
-    if layer is None:
-        return f"{next(name for name, theirs in WHOLE.items() if theirs == part)}.{kind}", None
-    whole = re.sub(r"model\.layers\.\d+\.", "", key)
-    if own := next((name for name, one in entry.names.items() if one == whole), None):
-        return f"blk.{layer[1]}.{own}", None
-    expert = re.search(r"experts\.(\d+)\.", layer[2])
-    theirs = re.sub(r"experts\.\d+\.", "experts.{}.", layer[2])
-    own = next(name for name, one in entry.names.items() if one == theirs)
-    return f"blk.{layer[1]}.{own}.{kind}", int(expert[1]) if expert else None
 
 
 def _write_settings(writer: GGUFWriter, architecture: str, config: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ COMMANDS = {
     "scale": "add instances to a running service, or drain and end some",
     "stop": "drain a running service, and end all its processes",
     "trace": "turn a request, or a window of time, of a request log into a file for ui.perfetto.dev",
-    "quantize": "write a copy of a model with the decoder's weights in 4 bits",
+    "quantize": "write a copy of a model with the decoder's weights in few bits, as a folder or in GGUF",
     "plan": "simulate topologies with a profile and a workload, and name the one to start",
     "bench": "measure transfers between processes, or one process beside split ones, on this machine",
     "profile": "measure what a model's work costs on this machine, for plans and simulations",

@@ -157,27 +157,34 @@ def quantize_with_offsets(weight: Tensor) -> GroupedWeight:
     for first in range(0, num_outputs, together := max(1, AT_ONCE // 4 // max(1, num_inputs))):
         rows = slice(first, first + together)
         some = F.pad(weight[rows].float(), (0, -num_inputs % DEFAULT_GROUP)).unflatten(1, (num_groups, DEFAULT_GROUP))
-        scale, offset = _best_line(some)
-        whole = _levels_on(some, scale, offset).nan_to_num_(0).to(torch.uint8)
+        scale, offset = best_line(some)
+        whole = levels_on(some, scale, offset).nan_to_num_(0).to(torch.uint8)
         words[rows], scales[rows], offsets[rows] = packed(whole.flatten(1)), scale.squeeze(2), offset.squeeze(2)
     words = words[:, : -(-num_inputs // PER_WORD)]
     return GroupedWeight(words, scales, None, num_inputs, DEFAULT_GROUP, offsets)
 
 
-def _best_line(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scale and offset of each group of ``weights``, float32 [rows, groups, group]: of the candidates' levels,
-    the line with the smallest squared error, rounded to float16."""
+def best_line(weights: Tensor, highest: int = HIGHEST, *, begins_below: bool = False) -> tuple[Tensor, Tensor]:
+    """Return scale and offset, float32 [rows, groups, 1], of each group of ``weights``, float32 [rows, groups, group]:
+    of the candidates' levels from 0 to ``highest``, the line with the smallest squared error, rounded to float16.
+    ``begins_below``: offsets are at most zero."""
     low, high = weights.amin(2, keepdim=True), weights.amax(2, keepdim=True)
+    if begins_below:
+        low = low.clamp_(max=0)
     count, sum_of_weights = weights.shape[2], weights.sum(2, keepdim=True)
     best = None
     for steps in STEPS_PER_RANGE:
-        levels = ((weights - low) * (steps / _divisor(high - low))).round_().clamp_(0, HIGHEST)
+        levels = ((weights - low) * (steps * highest / HIGHEST / _divisor(high - low))).round_().clamp_(0, highest)
         total = levels.sum(2, keepdim=True)
         spread = count * levels.square().sum(2, keepdim=True) - total.square()
         scale = (count * (levels * weights).sum(2, keepdim=True) - total * sum_of_weights) / _divisor(spread)
-        scale = _rounded_half(torch.where(spread == 0, 0 * sum_of_weights, scale))
+        flat = (sum_of_weights / total).nan_to_num_(0, 0, 0) if begins_below else 0 * sum_of_weights
+        scale = _rounded_half(torch.where(spread == 0, flat, scale))
         offset = _rounded_half((sum_of_weights - scale * total) / count)
-        error = (_levels_on(weights, scale, offset) * scale + offset - weights).square().sum(2, keepdim=True)
+        if begins_below:
+            offset = offset.clamp_(max=0)
+        apart = levels_on(weights, scale, offset, highest) * scale + offset - weights
+        error = apart.square().sum(2, keepdim=True)
         if best is None:
             best, scales, offsets = error, scale, offset
             continue
@@ -191,9 +198,9 @@ def _rounded_half(values: Tensor) -> Tensor:
     return values.clamp(-LARGEST_SCALE, LARGEST_SCALE).half().float()
 
 
-def _levels_on(weights: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """Return the nearest levels of ``weights``."""
-    return ((weights - offset) / _divisor(scale)).round_().clamp_(0, HIGHEST)
+def levels_on(weights: Tensor, scale: Tensor, offset: Tensor, highest: int = HIGHEST) -> Tensor:
+    """Return the nearest levels of ``weights``, from 0 to ``highest``."""
+    return ((weights - offset) / _divisor(scale)).round_().clamp_(0, highest)
 
 
 def quantize_groups(weight: Tensor, group: int = DEFAULT_GROUP, *, has_zeros: bool = False) -> GroupedWeight:

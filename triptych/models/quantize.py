@@ -51,15 +51,8 @@ def quantize_checkpoint(source: Path, target: Path, quantization: GroupQuantizat
     ``target`` appears when all is written. The memory needed is that of one file of the copy. Raises CheckpointError
     for a checkpoint that can't be quantized, and ConfigError if ``target`` exists or can't be written.
     """
-    config, checkpoint = load_config(source), Checkpoint(source)
+    config, checkpoint = load_config(source), plain_checkpoint(source)
     adapter: ModelAdapter = resolve(family_of(config).adapter)(config)
-    if read_formats(checkpoint.quantization, checkpoint.tensors) is not None:
-        raise CheckpointError(f"{source}: its weights are quantized already")
-    if lora_folders(source):
-        raise CheckpointError(
-            f"{source}: a model with LoRAs in folders can't be copied; quantize when it is loaded, with "
-            "--quantization int4"
-        )
     layers = _layers(checkpoint, adapter, quantization)
     config[QUANTIZATION] = quantization_config(quantization, _ignored(checkpoint, adapter, layers))
     if target.exists():
@@ -77,6 +70,20 @@ def quantize_checkpoint(source: Path, target: Path, quantization: GroupQuantizat
             folder.rename(target)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{target}: can't be written: {error}") from error
+
+
+def plain_checkpoint(source: Path) -> Checkpoint:
+    """Return a checkpoint whose weights can be quantized. Raises CheckpointError for one that has quantized weights, or
+    LoRAs in folders."""
+    checkpoint = Checkpoint(source)
+    if read_formats(checkpoint.quantization, checkpoint.tensors) is not None:
+        raise CheckpointError(f"{source}: its weights are quantized already")
+    if lora_folders(source):
+        raise CheckpointError(
+            f"{source}: a model with LoRAs in folders can't be copied; quantize when it is loaded, with "
+            "--quantization int4"
+        )
+    return checkpoint
 
 
 def _layers(checkpoint: Checkpoint, adapter: ModelAdapter, quantization: GroupQuantization) -> set[str]:

@@ -5,6 +5,7 @@ weights are those of its ``conversion`` folder.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -376,6 +377,22 @@ def _llama4(settings: ModelSettings) -> Config:
         "interleave_moe_layer_step": settings.number("interleave_moe_layer_step"),
         "use_qk_norm": experts == LLAMA4_SCOUT,
     }
+
+
+def tensor_name(key: str, architecture: Architecture) -> tuple[str | None, int | None]:
+    """Return what files call one of transformers' tensors, and which expert's it is, of those that a file has in one;
+    None: it has no name, or is no expert's."""
+    part, _, kind = key.rpartition(".")
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", part)
+    if layer is None:
+        own = next((name for name, theirs in WHOLE.items() if theirs == part), None)
+        return own and f"{own}.{kind}", None
+    if own := next((name for name, theirs in architecture.names.items() if theirs == f"{layer[2]}.{kind}"), None):
+        return f"blk.{layer[1]}.{own}", None
+    theirs, count = re.subn(r"(?<=experts\.)\d+(?=\.)", "{}", layer[2])
+    own = next((name for name, one in architecture.names.items() if one == theirs), None)
+    expert = int(layer[2].partition("experts.")[2].partition(".")[0]) if count else None
+    return own and f"blk.{layer[1]}.{own}.{kind}", expert
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {

@@ -77,7 +77,7 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> JSON:
     if split is None:
         served = ", ".join(PRE_TOKENIZERS)
         raise CheckpointError(f"{file.path}: tokenizer.ggml.pre {name!r} is not served; served: {served}")
-    merges = file.settings.get("tokenizer.ggml.merges")
+    merges = file.settings.get("tokenizer.ggml.merges", [])
     if not isinstance(merges, list) or not all(" " in merge[1:] for merge in merges):
         raise CheckpointError(f"{file.path}: tokenizer.ggml.merges must be pairs of tokens")
     pairs = [[merge[: (at := merge.index(" ", 1))], merge[at + 1 :]] for merge in merges]
