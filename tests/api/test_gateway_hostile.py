@@ -10,9 +10,17 @@ import numpy as np
 import pytest
 import zmq
 
-from tests.support.exploits import broken_pictures, forged_texts, pickles, tiny_pictures
+from tests.support.exploits import (
+    PLACEHOLDER,
+    broken_pictures,
+    forged_elsewhere,
+    forged_texts,
+    pickles,
+    tiny_pictures,
+)
 from tests.support.serving import CHAT, Served, served, text_part, wait_for
 from tests.support.vllm_server import VllmServer, vllm_server
+from triptych.prompt.tokenizer import Tokenizer
 
 WORDS = "one two three"
 SECRETS = re.compile(r"0x[0-9a-f]{5,}|BytesIO|/tmp|\.py|Traceback", re.IGNORECASE)
@@ -87,6 +95,18 @@ def test_texts_with_placeholders_are_refused(
     service, server = both
     response = service.post(**fields)
     assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert not server.bodies
+
+
+def test_other_endpoints_refuse_them_too(both: tuple[Served, VllmServer], folder: Path) -> None:
+    service, server = both
+    token_id = Tokenizer(folder).id_of(PLACEHOLDER)
+    assert token_id is not None
+    with service.client() as client:
+        for path, body in forged_elsewhere(token_id):
+            response = client.post(path, json={"model": service.model, **body})
+            assert response.status_code == 400, (path, body, response.text)
+            assert "invalid_request_error" in response.text
     assert not server.bodies
 
 

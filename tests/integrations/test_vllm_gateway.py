@@ -2,18 +2,24 @@
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
+import re
 import signal
+import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from tests.support.ec_vllm import MODEL, VARIABLE, VllmServer, free_port, vllm_server
+from tests.support.exploits import PLACEHOLDER, broken_pictures, forged_texts, pickles, tiny_pictures
 from tests.support.image_cases import picture, png
+from tests.support.nonsense import Nonsense
 from tests.support.serving import Served, served, wait_for
 from tests.support.vllm_checkpoints import SHAPES
 
@@ -102,7 +108,38 @@ def test_answers_are_those_of_vllm_alone(shape: str, tmp_path: Path) -> None:
                 first = service.running.frontend.router.membership.encode_instances()[0]
                 asyncio.run_coroutine_threadsafe(service.running.end(first.name), service.loop).result(60)
                 assert found.result() == expected
+            attacked(service, server, "<image>" if shape == "llava" else PLACEHOLDER)
+            with service.client() as client:  # the connector asks again
+                after = client.post("/v1/chat/completions", json=body(PROMPTS[0], cache_salt="after"), timeout=300)
+            assert tokens(after.json()) == expected[0]
             killed(service, server)
+
+
+def attacked(service: Served, server: VllmServer, placeholder: str) -> None:
+    """What has ended engines is refused, or answered, and so is garbage at the connector's socket."""
+    refused = [{"messages": [{"role": "user", "content": [part]}]} for _, part in broken_pictures()]
+    refused += [fields for _, fields in forged_texts(placeholder)]
+    with service.client() as client:
+        for fields in refused:
+            response = client.post("/v1/chat/completions", json=body([]) | fields, timeout=300)
+            assert response.status_code in (400, 413), (fields, response.text)
+            assert not re.search("0x[0-9a-f]{6}", response.text)
+        for part in tiny_pictures():
+            fields = {"messages": [{"role": "user", "content": [part, text("x")]}]}
+            response = client.post("/v1/chat/completions", json=body([]) | fields, timeout=300)
+            assert response.status_code in (200, 400), (fields, response.text)
+    made, nonsense = server.log.parent / "unpickled", Nonsense(5)
+    (address,) = service.running.frontend.router.consumers.addresses()
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    with contextlib.closing(socket.create_connection((host, int(port)))) as plain:
+        plain.sendall(bytes(range(256)) * 100)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as frames:
+        frames.set(zmq.LINGER, 5000)
+        frames.connect(address)
+        for frame in [*pickles(made), *(nonsense.frame() for _ in range(900))]:
+            frames.send(frame)
+    assert server.is_healthy()
+    assert not made.exists()
 
 
 def other_apis(service: Served, alone: VllmServer) -> None:
