@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.encode_harness import LAYOUT, A, EncodeHarness, stored_name
 from tests.support.plans import plan_of
+from tests.support.serving import wait_for
 from triptych.clock import SystemClock
 from triptych.encode import file_store, stored_rows
 from triptych.encode.file_store import FileStore
@@ -38,6 +39,12 @@ def size_of(folder: Path) -> int:
     """Bytes of all rows' files, each counted once."""
     files = {about.st_ino: about.st_size for one in folder.iterdir() if len(one.name) == 64 for about in [one.stat()]}
     return sum(files.values())
+
+
+def is_kept(store: FileStore, value: int) -> bool:
+    store.put([stored_name(f"{value}")], rows(value))
+    store.flush()
+    return found(store, f"{value}") == [value]
 
 
 def filled(folder: Path, number: int = 4) -> FileStore:
@@ -146,7 +153,8 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a full disk; once there is room, rows are kept again."""
+    """As on a full disk; once there is room, rows are kept again after a while."""
+    monkeypatch.setattr(file_store, "PAUSE_SECONDS", 0.2)
     store = filled(tmp_path)
 
     def full(*_: object) -> None:
@@ -159,9 +167,7 @@ def test_what_cannot_be_written_is_not_kept(
         store.flush()
     assert found(store, "3", "10") == [3, None]
     assert caplog.text.count("No space left on device") == 1
-    store.put([stored_name("20")], rows(20))
-    store.flush()
-    assert found(store, "20") == [20]
+    wait_for(lambda: is_kept(store, 20))
     store.close()
 
 
@@ -216,6 +222,23 @@ def test_processes_that_are_killed_leave_whole_rows_within_the_limit(tmp_path: P
     kept = found(store, *(f"{value}" for value in range(VALUES)))
     assert all(one in (None, value % 251) for value, one in enumerate(kept))
     assert sum(one is not None for one in kept) > 20
+    store.close()
+
+
+def test_a_stopped_process_that_has_the_lock_holds_up_neither_readers_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_store, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(file_store, "PAUSE_SECONDS", 2.0)
+    store = filled(tmp_path)
+    with filled(tmp_path).exclusive():
+        for value in range(100):
+            store.put([stored_name(f"late {value}")], rows(value))
+        assert found(store, "1", "late 1") == [1, None]
+        began = time.monotonic()
+        store.flush()
+        assert time.monotonic() - began < 5, "they don't wait one after the other"
+    wait_for(lambda: is_kept(store, 200))
     store.close()
 
 

@@ -34,6 +34,9 @@ MAX_QUEUED_LOOKUPS = 256
 """Lookups that wait. Others find nothing: a disk that is slow must not hold up the encoder."""
 LOCK_SECONDS = 2.0
 """Time that a write waits for another process's."""
+PAUSE_SECONDS = 10.0
+"""Time after a failure in which nothing is written: a process that has stopped may have the lock, and each write would
+wait; a full disk stays full."""
 _LOCK_POLL = 0.005
 
 
@@ -60,6 +63,8 @@ class FileStore:
         self._guard = threading.Lock()
         self._name = name
         self._num_lookups = self._num_hits = self._queued_bytes = 0
+        self._paused_until = 0.0
+        """Until when nothing is written, because a write has failed."""
         self._failed: set[str] = set()
         """What has failed before, so that it is logged once."""
         self._writer.submit(self._logged, "count", self._locked, self._evict)
@@ -225,15 +230,24 @@ class FileStore:
             os.close(descriptor)
 
     def _locked(self, change: Callable[[int], int]) -> None:
-        """Change the files, given their size in all; ``change`` returns the new one."""
-        with self.exclusive():
-            text = (self._folder / LOCK).read_bytes()[:20]
-            before = int(text) if text.isdigit() else self._evict()
-            after = before
-            try:
-                after = change(before)
-            finally:
-                self._count(after)
+        """Change the files, given their size in all; ``change`` returns the new one. Does nothing shortly after a
+        failure."""
+        if self._clock.now() < self._paused_until:
+            return
+        try:
+            with self.exclusive():
+                text = (self._folder / LOCK).read_bytes()[:20]
+                after = before = int(text) if text.isdigit() else self._evict()
+                try:
+                    after = change(before)
+                except OSError:
+                    after = self._evict()  # perhaps the count was too low, and the disk is full of rows
+                    raise
+                finally:
+                    self._count(after)
+        except OSError:
+            self._paused_until = self._clock.now() + PAUSE_SECONDS
+            raise
 
     def _count(self, num_bytes: int) -> None:
         """Record the size of all files. The caller holds the lock."""
