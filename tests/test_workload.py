@@ -1,7 +1,7 @@
 """Workloads: described, made by a seed, written as a trace and read again."""
 
 import random
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
@@ -49,6 +49,16 @@ def test_gaps_as_long_as_bursts_keep_the_mean_rate(rate: float, share: float) ->
     made = list(RequestMix(kinds=(RequestKind(),), arrivals=arrivals).requests(rate, 2000, seed=0))
     assert 2000 / made[-1].at == pytest.approx(rate, rel=0.06)
     assert all(one.at % 10.0 <= 10.0 * share for one in made), "all come in bursts"
+
+
+@pytest.mark.parametrize(("period", "share"), [(1e9, 0.01), (0.01, 0.01)])
+def test_no_pattern_takes_long_to_draw(period: float, share: float) -> None:
+    """Between bursts of a long period, nothing comes for years."""
+    arrivals = ArrivalPattern("bursts", period=period, share=share, peak=100.0)
+    times = [*islice(arrivals.times(1000.0, random.Random(0), 0.5 * period), 1000)]
+    assert times == sorted(times)
+    assert times[0] >= period
+    assert all(at / period % 1.0 <= 1.001 * share for at in times)
 
 
 def test_few_requests_of_conversations_come_at_the_rate_asked_for() -> None:

@@ -85,7 +85,7 @@ class ArrivalPattern(Struct, frozen=True, forbid_unknown_fields=True):
     """How a mean rate is spread over time."""
 
     kind: Literal["poisson", "bursts", "diurnal"] = "poisson"
-    period: _Positive = 60.0
+    period: Annotated[float, Meta(ge=0.01, le=10**9)] = 60.0
     """Seconds from one burst, or one day, to the next."""
     share: Annotated[float, Meta(gt=0, lt=1)] = 0.2
     """Share of a period in which there is a burst."""
@@ -103,20 +103,39 @@ class ArrivalPattern(Struct, frozen=True, forbid_unknown_fields=True):
         """Return the rate at a time, relative to the mean."""
         phase = at / self.period % 1.0
         if self.kind == "bursts":
-            peak = self.largest
-            return peak if phase < self.share else max(0.0, (1 - peak * self.share) / (1 - self.share))
+            return self.largest if phase < self.share else self._between
         if self.kind == "diurnal":
             return 1.0 + (self.largest - 1.0) * math.sin(2 * math.pi * phase)
         return 1.0
 
+    @property
+    def _between(self) -> float:
+        """The rate between bursts, relative to the mean."""
+        return max(0.0, (1 - self.largest * self.share) / (1 - self.share))
+
     def times(self, rate: float, rng: random.Random, begin: float) -> Iterator[float]:
-        """Yield times of arrivals without end: those of a Poisson process at the largest rate, thinned to the rate
-        that each time has."""
-        at, largest = begin, self.largest
+        """Yield times of arrivals without end, by a Poisson process of the rate that each time has."""
+        at = begin
         while True:
-            at += rng.expovariate(rate * largest)
-            if self.kind == "poisson" or rng.random() * largest < self.factor(at):
+            if self.kind == "bursts":
+                yield (at := self._after(at, rng.expovariate(rate)))
+                continue
+            at += rng.expovariate(rate * self.largest)
+            if self.kind == "poisson" or rng.random() * self.largest < self.factor(at):
                 yield at
+
+    def _after(self, at: float, seconds: float) -> float:
+        """Return the time by which as much has come since ``at`` as comes in these seconds at the mean rate: found in a
+        few steps, however long nothing comes between two bursts."""
+        whole, phase = divmod(at, self.period)
+        more, left = divmod(seconds, self.period)  # the mean rate comes in each whole period
+        begin, burst = (whole + more) * self.period, self.share * self.period
+        while True:
+            end, factor = (burst, self.largest) if phase < burst else (self.period, self._between)
+            if factor and left <= (end - phase) * factor:
+                return begin + phase + left / factor
+            left -= (end - phase) * factor
+            begin, phase = (begin, end) if end < self.period else (begin + self.period, 0.0)
 
 
 class RequestMix(Struct, frozen=True, forbid_unknown_fields=True):
