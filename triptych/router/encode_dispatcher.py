@@ -155,12 +155,13 @@ class EncodeDispatcher:
         """Return a request's items, with where they are to be divided among the encode instances, as loads and caches
         are now. Those of a suspect aren't: each instance that works on it may be lost."""
         items, instances = state.prompt.items, self._membership.encode_instances(begun=True)
-        if not items or len(instances) < 2 or self._quarantine.is_suspect(state):
+        is_divisible = len(instances) > 1 and any(item.plan.num_parts > 1 for item in items)
+        if not is_divisible or self._quarantine.is_suspect(state):
             return [msgspec.structs.replace(item, cuts=()) for item in state.generate.items]
         cost = sum(item.plan.cost for item in items)
         encoders = [EncoderState(_load_before(one, cost), one.has_part) for one in instances]
         cuts = divide(items, state.generate.cache_salt, encoders, self._least_section())
-        planned = self._planned(state) if any(item.plan.num_parts > 1 for item in items) else {}
+        planned = self._planned(state)
         return [
             msgspec.structs.replace(item, cuts=planned.get(item.key, rows))
             for item, rows in zip(state.generate.items, cuts, strict=True)

@@ -41,6 +41,10 @@ class Membership:
     """When each stage last had an instance that takes work."""
     number: int = 0
     """Changes of the leases so far, but for the work that they have."""
+    _taking: dict[tuple[str, bool], list[Instance]] = field(default_factory=dict)
+    """Lists of instances by what they do, until these change: each message asks for some."""
+    _served: set[Stage] | None = None
+    """The stages that they run, likewise."""
 
     def add(self, message: Register, now: float) -> Instance:
         """Add an instance and return it. A process that registers again while it holds a lease keeps it, with its
@@ -71,7 +75,7 @@ class Membership:
         )
         instance.history.add(message.stats, now)
         self._leases[instance.address] = instance
-        self.number += 1
+        self._changed()
         return instance
 
     def refresh(self, message: Heartbeat, now: float) -> Instance | None:
@@ -88,34 +92,36 @@ class Membership:
         for stage in instance.role.stages:
             self.serves(stage, now)  # it did, until now
         del self._leases[instance.address]
-        self.number += 1
+        self._changed()
 
     def drain(self, instance: Instance) -> None:
         """Give an instance no new work any more: it is about to leave."""
         instance.draining = True
-        self.number += 1
+        self._changed()
 
     def avoid(self, instance: Instance, now: float) -> None:
         """Prefer others for a while: an instance has failed, perhaps by its own fault."""
         instance.avoided_until = now + AVOIDED_SECONDS
-        self.number += 1
+        self._changed()
 
     def end_avoidance(self, now: float) -> None:
         """Give instances work again that haven't failed for a while. Call a few times a second."""
         for instance in self._leases.values():
             if instance.avoided_until is not None and now >= instance.avoided_until:
                 instance.avoided_until = None
-                self.number += 1
+                self._changed()
 
     def set_next_role(self, instance: Instance, role: Role | None) -> None:
         """Note the role that an instance is about to take; None if it keeps its own."""
         instance.next_role = role
-        self.number += 1
+        self._changed()
 
     def serves(self, stage: Stage, now: float) -> bool:
         """Return whether work for a stage can be taken on: an instance runs it, did a short time ago, or is being
         restarted. Call a few times a second."""
-        if any(stage in instance.role.stages and instance.takes_work for instance in self._leases.values()):
+        if self._served is None:
+            self._served = {one for instance in self if instance.takes_work for one in instance.role.stages}
+        if stage in self._served:
             self._last_served[stage] = now
             return True
         if (since := self._last_served.get(stage)) is None:  # but perhaps before this frontend was started
@@ -167,20 +173,37 @@ class Membership:
 
     def encode_instances(self, *, begun: bool = False) -> list[Instance]:
         """Return the instances that items are dispatched to. ``begun`` is True for items of requests in flight."""
-        return _taking_work([instance for instance in self if instance.role.encodes], begun=begun)
+        return self._taking_work("encodes", begun=begun)
 
     def decode_instances(self) -> list[Instance]:
         """Return the language instances that requests are dispatched to: those that decode."""
-        return _taking_work([instance for instance in self if instance.role.decodes], begun=False)
+        return self._taking_work("decodes", begun=False)
 
     def prefill_instances(self, *, begun: bool = False) -> list[Instance]:
         """Return the instances that prefill for others. ``begun`` is True for requests in flight."""
-        return _taking_work([instance for instance in self if instance.role.sends_kv], begun=begun)
+        return self._taking_work("sends_kv", begun=begun)
 
     def serving_instances(self) -> list[Instance]:
         """Return the language instances that can take requests now. Decode-only ones need a prefill instance."""
-        prefilled = bool(self.prefill_instances())
-        return [instance for instance in self.decode_instances() if prefilled or not instance.role.takes_kv]
+        decoding = self.decode_instances()
+        return decoding if self.prefill_instances() else [one for one in decoding if not one.role.takes_kv]
+
+    def _taking_work(self, does: str, *, begun: bool) -> list[Instance]:
+        """Return the instances of roles that do something, of those that aren't draining; of these, those that haven't
+        failed lately, if there are any. For requests in flight, falls back to draining ones: a longer drain is better
+        than a lost request. The list isn't changed: it is kept until the leases change."""
+        if (found := self._taking.get((does, begun))) is None:
+            instances = [one for one in self._leases.values() if getattr(one.role, does)]
+            staying = [one for one in instances if one.takes_work]
+            reliable = [one for one in staying if one.avoided_until is None]
+            found = self._taking[does, begun] = reliable or staying or (instances if begun else [])
+        return found
+
+    def _changed(self) -> None:
+        """Note that what instances may be given has changed."""
+        self.number += 1
+        self._taking.clear()
+        self._served = None
 
     @property
     def encode_batch_patches(self) -> int:
@@ -220,11 +243,3 @@ def is_before(instance: Instance, message: Register) -> bool:
     """Return whether a registration is older than the lease that is held, from the same process."""
     same_process = (instance.pid, instance.incarnation) == (message.pid, message.incarnation)
     return same_process and message.resets < instance.resets
-
-
-def _taking_work(instances: list[Instance], *, begun: bool) -> list[Instance]:
-    """Return the instances that aren't draining; of these, those that haven't failed lately, if there are any. For
-    requests in flight, falls back to draining ones: a longer drain is better than a lost request."""
-    staying = [instance for instance in instances if instance.takes_work]
-    reliable = [instance for instance in staying if instance.avoided_until is None]
-    return reliable or staying or (instances if begun else [])

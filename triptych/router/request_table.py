@@ -31,6 +31,8 @@ class RequestTable:
         self._order = itertools.count()
         self.num_openings = 0
         """Changes so far that may let waiting work go on: work was queued, room was freed, or a trial has ended."""
+        self.num_computing = 0
+        """Requests that language instances can compute now."""
         self.computing_cost = 0.0
         """Forecast cost of the requests that language instances can compute now."""
 
@@ -64,7 +66,9 @@ class RequestTable:
         before, state.phase = state.phase, phase
         self._num_in_phase[before] -= 1
         self._num_in_phase[phase] += 1
-        self.computing_cost += state.cost * ((phase in COMPUTING) - (before in COMPUTING))
+        change = (phase in COMPUTING) - (before in COMPUTING)
+        self.num_computing += change
+        self.computing_cost += state.cost * change
         if not self.num_computing:
             self.computing_cost = 0.0  # sums and differences of floats don't return to exactly 0
 
@@ -162,11 +166,6 @@ class RequestTable:
         """Return the client with most requests in flight, and how many; "", 0 without any. Takes time in proportion to
         the number of clients."""
         return max(self._num_of_client.items(), key=lambda item: item[1], default=("", 0))
-
-    @property
-    def num_computing(self) -> int:
-        """Requests that language instances can compute now."""
-        return sum(self._num_in_phase[phase] for phase in COMPUTING)
 
     @property
     def cost(self) -> float:
