@@ -61,6 +61,7 @@ class ComputeThread:
         self._num_submitted = self._num_ended = 0  # each counted by one thread
         self._executor = executor
         self._clock = clock
+        self._begun = threading.Event()
 
     @property
     def busy_seconds(self) -> float:
@@ -71,8 +72,10 @@ class ComputeThread:
     def submit(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
         """Queue a job, and wait until it has started if no other job is queued. Without the wait, the calling thread
         may occupy the core that the job needs, while other cores are idle."""
-        alone, begun = self._num_submitted == self._num_ended, threading.Event()
+        alone, begun = self._num_submitted == self._num_ended, self._begun
         self._num_submitted += 1
+        if alone:
+            begun.clear()  # every other job has ended
 
         def timed() -> T:
             ended, began = self._worked[0], self._clock.monotonic()

@@ -28,7 +28,7 @@ class EmbeddingSource:
         self._receiver = incoming.receiver
         self._address = address
         self._row_dtype = row_dtype
-        self._row_width = embedding_width
+        self._none = MediaEmbeddings.none(embedding_width, row_dtype)
 
     def expect(self, active: ActiveRequest) -> EncodeNeeded | None:
         """Start, or restart, a transfer for each section of an item that isn't entirely in the KV cache, queued by
@@ -126,7 +126,7 @@ class EmbeddingSource:
                     taken.append((item, item.transfer, end_row))
             first_token += chunk.length
         if not views:
-            return MediaEmbeddings.none(self._row_width, self._row_dtype)
+            return self._none
         rows = torch.from_numpy(np.concatenate(views)).view(self._row_dtype)
         for item, transfer, end_row in taken:
             self._consume(item, transfer, end_row)

@@ -115,7 +115,7 @@ class Frontends:
     @property
     def registered(self) -> bool:
         """Whether any frontend holds a lease."""
-        return bool(self._held)
+        return any(one.lease.held for one in self._all)
 
     def holds(self, address: Address) -> bool:
         """Return whether the frontend at that address holds a lease."""
@@ -135,7 +135,7 @@ class Frontends:
 
     @property
     def _all(self) -> list[_Frontend]:
-        return [*self._places, *self._finishing]
+        return [*self._places, *self._finishing] if self._finishing else self._places
 
     @property
     def _held(self) -> list[_Frontend]:

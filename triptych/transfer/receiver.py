@@ -146,8 +146,7 @@ class Receiver:
     def starved(self) -> list[TransferId]:
         """Return the transfers that hold landed rows but no grant of others, after ``grant``, in queue order: each may
         get further blocks only once these are consumed."""
-        queue = sorted((t for t in self._transfers.values() if t.queued), key=lambda t: t.position)
-        return [t.transfer for t in queue if t.reachable and not t.grants and t.consumed < t.landed]
+        return [t.transfer for t in self._queue() if t.reachable and not t.grants and t.consumed < t.landed]
 
     @property
     def transfers(self) -> Collection[TransferId]:
@@ -324,10 +323,15 @@ class Receiver:
     def grant(self) -> None:
         """Grant free blocks to the queue. Call after messages and after consuming."""
         self.buffer.release_old_backings({grant.region for t in self._transfers.values() for grant in t.grants})
-        queue = sorted((t for t in self._transfers.values() if t.queued), key=lambda t: t.position)
+        if not (queue := self._queue()):
+            return
         if holder := self._granter.holder_to_revoke(queue, self._transfers.values()):
             self._revoke(holder)
         self._granter.grant(queue)
+
+    def _queue(self) -> list[IncomingTransfer]:
+        """Return the transfers that get grants, in the order of their positions."""
+        return sorted((t for t in self._transfers.values() if t.queued), key=lambda t: t.position)
 
     def _grant_again(self, incoming: IncomingTransfer, grant: OutstandingGrant, *, corrupt: bool) -> None:
         """Grant the same rows again: they are corrupt, or were written to memory that the buffer has left."""
