@@ -7,9 +7,8 @@ and of scheduling where times are equal.
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -86,14 +85,13 @@ class VirtualClock:
         """Return what runs jobs in virtual time. A ``StartExecutor``."""
         return _VirtualExecutor(self, threads)
 
-    @contextmanager
-    def job(self) -> Iterator[Callable[[], float]]:
-        """A job, which takes as long as it sleeps. Yields what returns when it ends. One that begins within another, on
-        another thread, begins at that one's present and takes none of its time."""
+    def run(self, job: Callable[[], T]) -> tuple[T, float]:
+        """Run a job, which takes as long as it sleeps. Returns what it returns, and when it ends. One that begins
+        within another, on another thread, begins at that one's present and takes none of its time."""
         outer = self._spent
         self._spent = outer or 0.0
         try:
-            yield self.monotonic
+            return job(), self.monotonic()
         finally:
             self._spent = outer
 
@@ -109,7 +107,7 @@ class _VirtualExecutor(Executor):
 
     def submit(self, job: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
         future: Future[T] = Future()
-        self._waiting.append((future, lambda: job(*args, **kwargs)))
+        self._waiting.append((future, partial(job, *args, **kwargs)))
         self._begin()
         return future
 
@@ -126,13 +124,14 @@ class _VirtualExecutor(Executor):
                 self._run(future, job)
 
     def _run(self, future: "Future[Any]", job: Callable[[], Any]) -> None:
-        with self._clock.job() as ends:
+        def ended() -> Callable[[], None]:
             try:
-                end = partial(future.set_result, job())
+                return partial(future.set_result, job())
             except Exception as error:  # noqa: BLE001 - it is the future's
-                end = partial(future.set_exception, error)
-            when = ends()
-        self._clock.call_at(when, lambda: self._end(end))
+                return partial(future.set_exception, error)
+
+        end, when = self._clock.run(ended)
+        self._clock.call_at(when, partial(self._end, end))
 
     def _end(self, end: Callable[[], None]) -> None:
         self._num_idle += 1

@@ -60,22 +60,24 @@ class TurningChannel:
         messages, self._inbox = self._inbox, []
         seconds, self._inbox_seconds = self._inbox_seconds, 0.0
         self._due = float("inf")
-        with self._clock.job() as ends:
-            self._clock.sleep(seconds)
-            try:
-                process.turn(messages)
-            except StartError as error:
-                self.error = error
-                self._end(process)
-                return
-            except BaseException:
-                self._end(process)  # as ``run`` does
-                raise
-            self._ended = ends()
+        _, self._ended = self._clock.run(partial(self._turn_of, process, messages, seconds))
+        if self._process is None:
+            return
         if process.life.state is LifeState.LEAVING:
             self._end(process)
         else:
             self._schedule(self._ended + max(process.next_turn, RESOLUTION))
+
+    def _turn_of(self, process: InstanceProcess, messages: list[Message], seconds: float) -> None:
+        self._clock.sleep(seconds)
+        try:
+            process.turn(messages)
+        except StartError as error:
+            self.error = error
+            self._end(process)
+        except BaseException:
+            self._end(process)  # as ``run`` does
+            raise
 
     def _end(self, process: InstanceProcess) -> None:
         self._process = None
