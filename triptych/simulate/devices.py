@@ -58,10 +58,18 @@ class WorkPace:
 
     def seconds(self, stage: Stage, seconds: float) -> float:
         """Return how long some work takes now, given its cost."""
-        threads = 1 if stage == "preprocess" else self.threads
-        process = f"{self.process} workers" if stage == "preprocess" else self.process
         if self.costs.spread:
             seconds *= self.rng.lognormvariate(0.0, self.costs.spread)
+        if stage == "preprocess":
+            return self._on_machine(f"{self.process} workers", stage, 1, seconds)
+        return self._on_machine(self.process, stage, self.threads, seconds)
+
+    def in_loop(self, seconds: float) -> float:
+        """Return how long the instance's loop takes for something, a frontend's kind of work. Compute threads that wait
+        for their next work meanwhile keep their cores."""
+        return self._on_machine(self.process, "frontend", self.threads, seconds) if seconds else 0.0
+
+    def _on_machine(self, process: str, stage: Stage, threads: int, seconds: float) -> float:
         return self.machine.seconds(process, stage, threads, seconds / self.speed, self.clock.monotonic())
 
 
@@ -86,7 +94,7 @@ class CostRunner(Runner):
     ) -> Callable[[], StepOutput]:
         pace, work = self._pace, [(chunk.length, chunk.start) for chunk in chunks]
         pace.note("step", [(length, start + length) for length, start in work])
-        pace.clock.sleep(pace.costs.gap(work))
+        pace.clock.sleep(pace.in_loop(pace.costs.gap(work)))
         prefills = any(length > 1 for length, _ in work)
         output = StepOutput([FIRST_TOKEN] * len(sampling_inputs))
 

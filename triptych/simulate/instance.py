@@ -133,7 +133,7 @@ class SimulatedInstance:
 
     def deliver(self, message: Message) -> None:
         """Give the instance a message, which its loop takes a while for."""
-        self.channel.deliver(message, self._seconds_of(message))
+        self.channel.deliver(message, self.pace.in_loop(self._seconds_of(message)))
 
     def _seconds_of(self, message: Message) -> float:
         match message:

@@ -29,21 +29,24 @@ class _Share:
 class SharedMachine:
     """Slows work down by what other processes on the machine do."""
 
-    def __init__(self, cores: int, slowdown: Callable[[Stage, Stage], float]) -> None:
+    def __init__(self, cores: int, slowdown: Callable[[Stage, Stage], float], taken: float = 0.0) -> None:
         """``slowdown`` says how many times as long a stage takes beside another that works without pause, on cores of
-        its own."""
+        its own. ``taken`` are cores that what isn't simulated uses, on average."""
         self._cores = cores
+        self._taken = taken
         self._slowdown = slowdown
         self._shares: dict[tuple[str, Stage], _Share] = {}
 
     def seconds(self, process: str, stage: Stage, threads: int, seconds: float, time: float) -> float:
         """Return how long work of a process takes that begins now, given how long it takes alone."""
-        factor, wanted = 1.0, float(threads)
+        factor, wanted = 1.0, threads + self._taken
         for (other, beside), one in self._shares.items():
             if other != process and (share := one.now(time)) > 0.001:
                 factor += share * (self._slowdown(stage, beside) - 1.0)
                 wanted += share * one.threads
-        took = seconds * max(factor, 1.0) * max(1.0, wanted / self._cores)
+        # threads of one job wait for the slowest, so it loses what its share of the cores is short of
+        excess = max(0.0, wanted - self._cores) * min(1.0, threads / self._cores)
+        took = seconds * max(factor, 1.0) * (1.0 + excess)
         own = self._shares.get((process, stage))
         if own is None:
             own = self._shares[process, stage] = _Share(threads)

@@ -79,17 +79,20 @@ class SimulatedService:
         admission: AdmissionConfig | None = None,
         lease: LeaseConfig | None = None,
         cores: int = 0,
+        taken: float = 0.0,
         note: Note = lambda *_: None,
     ) -> None:
         """``settings`` may differ by role. ``cores`` are those of the one machine that all processes run on; with 0,
-        each has a machine to itself. ``note`` is told what happens: placements, steps, batches and losses."""
+        each has a machine to itself. ``taken`` are those of them that others use, on average. ``note`` is told what
+        happens: placements, steps, batches and losses."""
         self.clock, self._rng = VirtualClock(), random.Random(seed)
         self.costs, self.note = costs, note
         self._model = model or SimulatedModel()
         self._settings = settings or InstanceSettings()
         self._lease = lease or LeaseConfig()
-        self._machine = SharedMachine(cores, costs.slowdown) if cores else None
-        self._arrivals: dict[tuple[Address, Address], float] = {}
+        self._machine = SharedMachine(cores, costs.slowdown, taken) if cores else None
+        self._coming: dict[tuple[Address, Address], tuple[float, list[Message]]] = {}
+        """The messages between two processes that come next, and when."""
         self.frontend = FrontendLoop(self.clock, self._new_machine())
         self.router = Router(
             address=FRONTEND,
@@ -153,18 +156,27 @@ class SimulatedService:
         if isinstance(message, Heartbeat | Register):
             message = decode(encode(message))
         link = sender, to
-        takes = self.costs.hop * (1.0 + JITTER * self._rng.random())
-        arrival = self._arrivals[link] = max(self._arrivals.get(link, 0.0), self.clock.monotonic() + takes)
+        arrival = self.clock.monotonic() + self.costs.hop * (1.0 + JITTER * self._rng.random())
         if sender == FRONTEND and to in self.instances:
             self.note("sent", self.instances[to].process.name, message)
-        self.clock.call_at(arrival, partial(self._deliver, to, message))
+        coming = self._coming.get(link)
+        if coming is not None and arrival <= coming[0]:
+            coming[1].append(message)
+        else:
+            coming = self._coming[link] = arrival, [message]
+            self.clock.call_at(arrival, partial(self._deliver, link, coming))
 
-    def _deliver(self, to: Address, message: Message) -> None:
-        if to == FRONTEND:
-            seconds = self.costs.report(len(message.tokens)) if isinstance(message, Tokens) else 0.0
-            self.frontend.do(seconds, partial(self.router.handle, message))
-        elif (instance := self.instances.get(to)) is not None:
-            instance.deliver(message)
+    def _deliver(self, link: tuple[Address, Address], came: tuple[float, list[Message]]) -> None:
+        if self._coming.get(link) is came:
+            del self._coming[link]
+        _, to = link
+        instance = self.instances.get(to)
+        for message in came[1]:
+            if to == FRONTEND:
+                seconds = self.costs.report(len(message.tokens)) if isinstance(message, Tokens) else 0.0
+                self.frontend.do(seconds, partial(self.router.handle, message))
+            elif instance is not None:
+                instance.deliver(message)
 
     def _new_machine(self) -> SharedMachine:
         return self._machine or SharedMachine(10**6, self.costs.slowdown)
