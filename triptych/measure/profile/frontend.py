@@ -1,4 +1,4 @@
-"""What a frontend spends on requests: the processor time of its process while a real service answers loads."""
+"""What a frontend spends on requests: the processor time of its processes while a real service answers loads."""
 
 import itertools
 import os
@@ -13,7 +13,7 @@ from triptych.costs.profile import Point
 from triptych.errors import StartError
 from triptych.measure.load.client import Sample, closed_loop
 from triptych.measure.load.pictures import picture
-from triptych.measure.load.processes import cpu_seconds, named_children
+from triptych.measure.load.processes import cpu_seconds, descendants, named_children
 from triptych.measure.load.questions import chat_body, content, words
 from triptych.measure.profile.plan import ProfilePlan
 from triptych.topology import Topology
@@ -91,9 +91,9 @@ class _Loads:
         seconds, samples, sizes = list[float](), list[Sample](), list[int]()
         for _ in range(self.plan.loads):
             made = self._made(load, self.plan.requests)
-            before = cpu_seconds(self.pid)
+            before = self._spent()
             samples += await self._answers(made)
-            seconds.append((cpu_seconds(self.pid) - before) / len(made))
+            seconds.append((self._spent() - before) / len(made))
             sizes += [size for _, size in made]
         values = {
             "requests": 1.0,
@@ -103,6 +103,10 @@ class _Loads:
             "output_tokens": float(load.output_tokens),
         }
         return Point(values, quartiles(seconds))
+
+    def _spent(self) -> float:
+        """Return the processor time of the frontend, and of the processes that read files for it."""
+        return sum(map(cpu_seconds, (self.pid, *descendants(self.pid))))
 
     async def _item_tokens(self) -> dict[tuple[int, int], int]:
         seed, found = next(self._seeds), {}
