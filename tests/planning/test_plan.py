@@ -66,6 +66,28 @@ def test_a_trial_goes_on_until_the_service_is_full() -> None:
     assert kept.tokens_per_second == pytest.approx(4.0 * 300), "none of the drain's time counts"
 
 
+def test_a_trial_ends_once_it_is_clear() -> None:
+    """Whether objectives are kept, or not, shows long before all requests have come."""
+    drawn: list[float] = []
+
+    def counted(rate: float) -> Iterable[TraceRequest]:
+        for one in PICTURES.requests(rate, 1000, seed=0):
+            drawn.append(one.at)
+            yield one
+
+    trials = Trials(example_profile(), counted, SLO, length=Length(200))
+    assert trials.run(candidate("2EPD"), 1.0).keeps(SLO.share)
+    assert len(drawn) < 80
+    assert not trials.run(candidate("2EPD"), 50.0).keeps(SLO.share)
+    assert len(drawn) < 280
+    drawn.clear()
+    trials.run(candidate("2EPD"), 1.0, whole=True)
+    assert len(drawn) > 200
+    drawn.clear()
+    trials.quick().run(candidate("2EPD"), 4.0)
+    assert len(drawn) < 60
+
+
 def test_an_idle_service_keeps_a_rate_however_low() -> None:
     assert Trials(example_profile(), of_pictures, SLO, length=Length(20)).run(candidate("1EPD"), 0.005).kept == 1.0
 
@@ -79,7 +101,7 @@ def test_a_trial_has_whole_periods_of_bursts() -> None:
 
 
 def test_a_capacity_is_between_what_is_kept_and_what_is_not() -> None:
-    found = capacity(Trials(example_profile(), of_pictures, SLO), candidate("1E1PD"), SLO.share, guess=5.0)
+    found = capacity(Trials(example_profile(), of_pictures, SLO), candidate("1E1PD"), guess=5.0)
     assert found.at is not None
     assert found.above is not None
     assert found.at.keeps(SLO.share)
@@ -89,7 +111,7 @@ def test_a_capacity_is_between_what_is_kept_and_what_is_not() -> None:
 
 def test_the_search_for_a_rate_ends_where_requests_no_longer_meet() -> None:
     """No rate is low enough for an objective that a request alone fails."""
-    found = capacity(Trials(example_profile(), of_pictures, Slo(ttft=0.01, tpot=0.1)), candidate("1EPD"), 0.99)
+    found = capacity(Trials(example_profile(), of_pictures, Slo(ttft=0.01, tpot=0.1)), candidate("1EPD"))
     assert found.rate == 0.0
     assert len(found.trials) < 6
 
@@ -146,7 +168,7 @@ def test_a_search_goes_on_near_the_best() -> None:
         return neighbors(one, budget, takes_media=True)
 
     trials = Trials(example_profile(), lambda rate: PICTURES.requests(rate, 16, seed=0), SLO)
-    found = search(trials, [candidate("1E1PD", 3)], example_profile(), SLO.share, near=near)
+    found = search(trials, [candidate("1E1PD", 3)], example_profile(), near=near)
     assert str(found.best.candidate).startswith("2E1PD")
     assert found.best.above is not None
     assert found.best.above.rate / found.best.rate < 1.02, "as near as needed to tell it from others"

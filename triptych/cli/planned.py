@@ -18,7 +18,7 @@ from triptych.observe import logs
 from triptych.planning import report
 from triptych.planning.candidates import Budget, Candidate, candidates, neighbors
 from triptych.planning.plot import draw
-from triptych.planning.search import KeptRate, SearchResult, bound, search
+from triptych.planning.search import PRECISION, KeptRate, SearchResult, bound, search
 from triptych.planning.trial import MOST_TIMES, Length, Requests, Slo, Trials
 from triptych.topology import Topology
 from triptych.workload.mix import WORKLOADS, read_workload
@@ -45,13 +45,14 @@ def run(arguments: argparse.Namespace) -> int:
             yield from neighbors(one, budget, takes_media=profile.model.takes_media)
 
     def told(one: KeptRate) -> None:
-        found = f"{one.rate:.3g} requests/s" if one.rate else "keeps the objectives at no rate"
+        about = "about " if one.above is not None and one.above.rate > PRECISION * one.rate else ""
+        found = f"{about}{one.rate:.3g} requests/s" if one.rate else "keeps the objectives at no rate"
         console.print(f"{report.describe(one.candidate)}: {found}", markup=False, highlight=False, style="dim")
 
     if workload.shortened:
         console.print(workload.shortened, markup=False, highlight=False, style="dim")
     with logs.quiet(logging.ERROR, unless=False):
-        result = search(trials, chosen, profile, slo.share, told, near=near)
+        result = search(trials, chosen, profile, told, near=near)
         above = bound(trials, result.chosen)
         if arguments.plot is not None:
             draw(trials, list(report.shown(result)), arguments.plot)

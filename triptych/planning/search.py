@@ -1,6 +1,6 @@
 """Looks for the candidate that keeps the objectives at the highest rate."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from triptych.costs.profile import Profile
@@ -25,6 +25,12 @@ IDLE = 0.05
 """Mean requests in a service below which a lower rate helps none: hardly any two meet."""
 LOWEST, HIGHEST = 1e-3, 1e5
 """Rates that are tried, in requests per second."""
+COARSE = 1.2
+"""The same ratio for quick trials, which tell the best candidates from the others."""
+NEAR = 1.25
+"""How many times as much as a candidate the best one may keep by quick trials, so that both are looked at closely."""
+CLOSE = 4
+"""Most candidates of a kind that are looked at closely."""
 ALIKE = 0.05
 """Share by which a split candidate must be better than the best unsplit one: less isn't worth more processes."""
 ABOVE = 1.3
@@ -85,18 +91,18 @@ class SearchResult:
         return self.best if self.splits or unsplit is None else unsplit
 
 
-def capacity(trials: Trials, candidate: Candidate, share: float, guess: float = FIRST_RATE) -> KeptRate:
+def capacity(trials: Trials, candidate: Candidate, guess: float = FIRST_RATE, precision: float = PRECISION) -> KeptRate:
     """Return the highest rate that a candidate keeps, beginning at a guess: as far as the busiest process has time, or
-    by halving, then by bisection. ``share`` is that of the requests which must be kept."""
+    by halving, then by bisection."""
     found = KeptRate(candidate, 0.0, None, None)
     low = high = higher = 0.0
     rate = guess
     while len(found.trials) < MOST_TRIALS and LOWEST <= rate <= HIGHEST:
-        if low and high and high / low < PRECISION:
+        if low and high and high / low < precision:
             break
         trial = trials.run(candidate, rate)
         found.trials.append(trial)
-        if trial.keeps(share):
+        if trial.keeps(trials.share):
             low, found.rate, found.at = rate, rate, trial
             higher = low * min(max(STEPS[0], FULL / max(1e-9, *trial.busy.values())), STEPS[1])
         else:
@@ -107,14 +113,14 @@ def capacity(trials: Trials, candidate: Candidate, share: float, guess: float = 
     return found
 
 
-def sharpen(trials: Trials, found: KeptRate, share: float) -> None:
+def sharpen(trials: Trials, found: KeptRate) -> None:
     """Move the highest rate that is known to be kept, and the lowest that isn't, nearer to each other."""
     for _ in range(SHARPENED):
         if found.above is None or found.at is None:
             return
         trial = trials.run(found.candidate, (found.rate * found.above.rate) ** 0.5)
         found.trials.append(trial)
-        if trial.keeps(share):
+        if trial.keeps(trials.share):
             found.rate, found.at = trial.rate, trial
         else:
             found.above = trial
@@ -124,76 +130,94 @@ def search(
     trials: Trials,
     candidates: Sequence[Candidate],
     profile: Profile,
-    share: float,
     told: Callable[[KeptRate], object] = lambda _: None,
     *,
     near: Callable[[Candidate], Iterable[Candidate]] = lambda _: (),
 ) -> SearchResult:
     """Return the capacities of candidates, of better ones that are ``near`` the best, and of the best ones' variants.
-    ``told`` is given each one. Raises ConfigError if none keeps the objectives at any rate."""
-    looking = _Search(trials, share, told)
+    ``told`` is given each one, and again once it is known closely. Raises ConfigError if none keeps the objectives at
+    any rate."""
+    looking = _Search(trials, told)
     for candidate in candidates:
-        looking.add(candidate)
+        looking.glance(candidate)
+    for is_split in (False, True):
+        looking.look_closely(is_split=is_split)
     for is_split in (True, False):
         looking.climb(near, is_split=is_split)
-    for candidate in looking.variants(profile):
-        looking.add(candidate)
+    for one in looking.best():
+        for candidate in variants(one.candidate, profile):
+            looking.add_better(candidate, one.rate)
     result = SearchResult(looking.ordered)
     if not result.best.rate:
         raise ConfigError("no topology keeps these objectives, however few requests come: loosen --slo")
-    for one in (result.best_split, result.best_unsplit):
-        if one is not None:
-            sharpen(trials, one, share)
+    for compared in (result.best_split, result.best_unsplit):
+        if compared is not None:
+            sharpen(trials, compared)
     return SearchResult(looking.ordered)
 
 
 class _Search:
     """What a search has found so far."""
 
-    def __init__(self, trials: Trials, share: float, told: Callable[[KeptRate], object]) -> None:
+    def __init__(self, trials: Trials, told: Callable[[KeptRate], object]) -> None:
         self._trials = trials
-        self._share = share
+        self._quick = trials.quick()
         self._told = told
-        self._found: list[KeptRate] = []
+        self._found: dict[str, KeptRate] = {}
 
     @property
     def ordered(self) -> list[KeptRate]:
         """The best first."""
         return sorted(
-            self._found, key=lambda one: (-one.rate, one.candidate.is_split, len(one.candidate.topology.roles))
+            self._found.values(), key=lambda one: (-one.rate, one.candidate.is_split, len(one.candidate.topology.roles))
         )
 
-    def add(self, candidate: Candidate, guess: float = 0.0) -> KeptRate:
-        """Find a candidate's capacity, beginning at a guess or at what is known of others."""
-        alike = [one.rate for one in self._found if one.candidate.topology == candidate.topology]
-        guess = guess or max(alike or [one.rate for one in self._found], default=0.0) or FIRST_RATE
-        found = capacity(self._trials, candidate, self._share, guess)
-        self._found.append(found)
+    def _of_kind(self, *, is_split: bool) -> list[KeptRate]:
+        """Return those that are split, or aren't, and keep some rate; the best first."""
+        return [one for one in self.ordered if one.rate and one.candidate.is_split == is_split]
+
+    def _add(self, found: KeptRate) -> KeptRate:
+        self._found[str(found.candidate)] = found
         self._told(found)
         return found
 
+    def glance(self, candidate: Candidate) -> None:
+        """Find a candidate's capacity by quick trials, beginning at what is known of others."""
+        guess = max((one.rate for one in self._found.values()), default=0.0) or FIRST_RATE
+        self._add(capacity(self._quick, candidate, guess, COARSE))
+
+    def look_closely(self, *, is_split: bool) -> None:
+        """Find the capacities of those of a kind that may be the best one."""
+        glanced = self._of_kind(is_split=is_split)
+        for one in glanced[:CLOSE]:
+            if one.rate * NEAR >= glanced[0].rate:
+                self._add(capacity(self._trials, one.candidate, one.rate))
+
+    def add_better(self, candidate: Candidate, rate: float) -> KeptRate | None:
+        """Find the capacity of a candidate if it keeps clearly more than a rate; return None if it doesn't."""
+        if not all(one.run(candidate, rate * PRECISION).keeps(one.share) for one in (self._quick, self._trials)):
+            return None
+        return self._add(capacity(self._trials, candidate, rate * PRECISION))
+
     def climb(self, near: Callable[[Candidate], Iterable[Candidate]], *, is_split: bool) -> None:
         """Go from the best candidate of a kind to a better one near it, until there is none."""
-        best = next((one for one in self.ordered if one.candidate.is_split == is_split), None)
-        tried = {str(one.candidate) for one in self._found}
-        while best is not None and best.rate:
-            better = None
+        best: KeptRate | None = next(iter(self._of_kind(is_split=is_split)), None)
+        tried = set(self._found)
+        while best is not None:
+            better: KeptRate | None = None
             for candidate in near(best.candidate):
                 if str(candidate) in tried:
                     continue
                 tried.add(str(candidate))
-                if self._trials.run(candidate, best.rate * PRECISION).keeps(self._share):
-                    better = self.add(candidate, best.rate * PRECISION)
+                if (better := self.add_better(candidate, best.rate)) is not None:
                     break
             best = better
 
-    def variants(self, profile: Profile) -> Iterator[Candidate]:
-        """Yield the variants of the best candidates; the best unsplit one is always among them."""
-        ordered = self.ordered
-        unsplit = [one for one in ordered if not one.candidate.is_split][:1]
-        for one in [*ordered[:BEST], *(other for other in unsplit if other not in ordered[:BEST])]:
-            if one.rate:
-                yield from variants(one.candidate, profile)
+    def best(self) -> list[KeptRate]:
+        """Return the best candidates; the best unsplit one is always among them."""
+        first = self.ordered[:BEST]
+        unsplit = [one for one in self._of_kind(is_split=False)[:1] if one not in first]
+        return [one for one in (*first, *unsplit) if one.rate]
 
 
 def bound(trials: Trials, found: KeptRate) -> Trial:

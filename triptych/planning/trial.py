@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import linear_regression
 
 from triptych.config import AdmissionConfig
@@ -27,6 +27,12 @@ MOST_GROWTH = 0.05
 """Seconds of a second by which the time to the first token may grow: few requests tell no more."""
 CHECKS = 0.5
 """Seconds between two looks at whether a trial is lost."""
+QUICK = 4
+"""How many times fewer requests a quick trial has, and one that keeps its objectives easily."""
+FEWEST = 20
+"""Least requests of a trial."""
+EASY = 0.5
+"""Busy share, and times as shares of the objectives, up to which objectives are kept easily."""
 
 Requests = Callable[[float], Iterable[TraceRequest]]
 """Returns a workload's requests at a mean rate, enough for a trial."""
@@ -99,20 +105,50 @@ class Trials:
     """Runs trials of one profile and workload."""
 
     def __init__(
-        self, profile: Profile, requests: Requests, slo: Slo, seed: int = 0, length: Length | None = None
+        self,
+        profile: Profile,
+        requests: Requests,
+        slo: Slo,
+        seed: int = 0,
+        length: Length | None = None,
+        *,
+        taken: float = 0.0,
+        prompts: Prompts | None = None,
     ) -> None:
-        """Without a length, each trial has all requests that the workload returns, and counts all."""
+        """Without a length, each trial has all requests that the workload returns, and counts all. ``taken`` are cores
+        of the machine that others use."""
         self._profile = profile
         self._requests = requests
         self._slo = slo
         self._seed = seed
         self._length = length
-        self._prompts = Prompts(profile)
-        self.num_run = 0
+        self._taken = taken
+        self._prompts = prompts or Prompts(profile)
+
+    @property
+    def share(self) -> float:
+        """Share of the requests that must keep the objectives."""
+        return self._slo.share
+
+    def quick(self) -> "Trials":
+        """Return trials with fewer requests, of which one may fail the objectives: they tell little from much."""
+        if self._length is None:
+            return self
+        requests = max(FEWEST, self._length.requests // QUICK)
+        slo = replace(self._slo, share=min(self._slo.share, 1 - 1 / requests))
+        return Trials(
+            self._profile,
+            self._requests,
+            slo,
+            self._seed,
+            Length(requests, self._length.seconds),
+            taken=self._taken,
+            prompts=self._prompts,
+        )
 
     def run(self, candidate: Candidate, rate: float, *, whole: bool = False) -> Trial:
-        """Simulate a candidate at a rate. A trial that is lost ends early unless it is asked for as a ``whole``."""
-        self.num_run += 1
+        """Simulate a candidate at a rate. A trial that is lost, or kept easily, ends early unless it is asked for as a
+        ``whole``."""
         service = SimulatedService(
             random.Random(f"{self._seed} {candidate}").getrandbits(32),
             candidate.topology.names,
@@ -122,10 +158,11 @@ class Trials:
             settings=candidate.settings(self._profile),
             admission=AdmissionConfig(max_queue=100_000),
             cores=candidate.cores,
+            taken=self._taken,
         )
         try:
             requests = self._prompts.of(self._requests(rate))
-            return _TrialRun(service, requests, rate, self._slo, self._length).watch(whole=whole)
+            return _TrialRun(service, requests, rate, self._slo, self._length, whole=whole).watch()
         finally:
             service.close()
 
@@ -142,9 +179,18 @@ class _TrialRun:
     """One trial in progress, at a rate."""
 
     def __init__(
-        self, service: SimulatedService, requests: Iterable[Asked], rate: float, slo: Slo, length: Length | None
+        self,
+        service: SimulatedService,
+        requests: Iterable[Asked],
+        rate: float,
+        slo: Slo,
+        length: Length | None,
+        *,
+        whole: bool,
     ) -> None:
+        """A run that isn't a ``whole`` ends once it is clear whether the objectives are kept."""
         self._service = service
+        self._whole = whole
         self._rate = rate
         self._slo = slo
         self._length = length or Length(len(requests := list(requests)))
@@ -154,14 +200,14 @@ class _TrialRun:
         self._seen: _Arrived | None = None
         self._load = SimulatedLoad(service, self._arriving(requests))
 
-    def watch(self, *, whole: bool) -> Trial:
-        """Let time pass until all have ended or, unless the trial is a ``whole``, too many are late."""
+    def watch(self) -> Trial:
+        """Let time pass until all have ended or, unless the trial is a whole, too many are late."""
         load, lost = self._load, False
         between = max(CHECKS, 1 / self._rate)
         while not load.over and (self._seen is None or load.now < load.outcomes[-1].arrived + LONGEST_DRAIN):
             self._service.clock.advance(between)
             self._answer_seconds = percentile([one.took for one in load.outcomes if one.ended and not one.error], 0.5)
-            if not whole and self._num_late() > (1 - self._slo.share) * self._least():
+            if not self._whole and self._num_late() > (1 - self._slo.share) * self._least():
                 lost = True
                 break
         return self._trial(lost=lost)
@@ -171,6 +217,8 @@ class _TrialRun:
         for number, asked in enumerate(requests):
             if number >= self._length.requests and self._is_enough(number, asked.at):
                 break
+            if number == max(FEWEST, self._length.requests // QUICK) and self._is_easy(asked.at):
+                break
             yield asked
         self._seen = self._look()
 
@@ -179,10 +227,20 @@ class _TrialRun:
             return True
         return self._answer_seconds > 0 and at >= max(self._length.seconds, ANSWER_TIMES * self._answer_seconds)
 
+    def _is_easy(self, at: float) -> bool:
+        """Return whether all keep the objectives by far, with every process idle for most of the time."""
+        if self._whole or self._counts_all or not self._is_enough(0, at) or max(self._busy().values()) > EASY * at:
+            return False
+        easy = Slo(EASY * self._slo.ttft, EASY * self._slo.tpot)
+        return not any(self._is_late(one, easy) for one in self._load.outcomes)
+
+    def _busy(self) -> dict[str, float]:
+        """Return how long each instance has computed, and the frontend worked."""
+        busy = {one.process.name: one.process.compute.busy_seconds for one in self._service.instances.values()}
+        return {**busy, "frontend": self._service.frontend.busy_seconds}
+
     def _look(self) -> _Arrived:
-        service = self._service
-        busy = {one.process.name: one.process.compute.busy_seconds for one in service.instances.values()}
-        return _Arrived({**busy, "frontend": service.frontend.busy_seconds}, verdict(service.router.load.samples))
+        return _Arrived(self._busy(), verdict(self._service.router.load.samples))
 
     def _counted(self) -> list[Answered]:
         """Return the requests that count: those that came once the service was as full as it gets."""
@@ -199,11 +257,13 @@ class _TrialRun:
 
     def _num_late(self) -> int:
         """Return how many requests have failed their objectives so far."""
-        slo, now = self._slo, self._load.now
-        return sum(
-            not slo.kept(one) if one.ended else (one.first_token or now) - one.arrived > slo.ttft
-            for one in self._counted()
-        )
+        return sum(self._is_late(one, self._slo) for one in self._counted())
+
+    def _is_late(self, one: Answered, slo: Slo) -> bool:
+        """Return whether a request has failed objectives so far."""
+        if one.ended:
+            return not slo.kept(one)
+        return (one.first_token or self._load.now) - one.arrived > slo.ttft
 
     def _trial(self, *, lost: bool) -> Trial:
         counted, seen = self._counted(), self._seen or self._look()
