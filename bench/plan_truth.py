@@ -4,10 +4,10 @@
     python -m bench.make_checkpoint /tmp/mid --preset mid && triptych profile /tmp/mid --out /tmp/mid.json
     python -m bench.plan_truth demo=/tmp/demo.json /tmp/mid=/tmp/mid.json --out bench/results/plan-truth.json
 
-A seed chooses the mixes, the sizes in them and the load of each. Every topology gets the same requests at the same
-times. A run is kept in ``--out`` once it is over, and isn't repeated: call again to go on after ``--minutes``, or with
-``--minutes 0`` to predict all runs again. The machine should be idle. The load generator runs on the same cores; its
-processor time is in the results, and isn't simulated.
+A seed chooses the mixes, the sizes in them, and a low and a high load of each. Every topology gets the same requests at
+the same times. A run is kept in ``--out`` once it is over, and isn't repeated: call again to go on after ``--minutes``,
+or with ``--minutes 0`` to predict all runs again. The machine should be idle. The load generator runs on the same
+cores: simulations take as much of them as it used for each request before the runs, in a closed loop.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import random
+import re
 import statistics
 import sys
 import time
@@ -34,7 +35,7 @@ from triptych.costs.profile import Profile
 from triptych.demo import MODEL_DIR
 from triptych.measure.load.client import ask, closed_loop, open_loop, percentile
 from triptych.measure.load.pictures import picture
-from triptych.measure.load.processes import cpu_seconds
+from triptych.measure.load.processes import cpu_seconds, named_children
 from triptych.measure.load.questions import chat_body, content, words
 from triptych.measure.machine import machine
 from triptych.measure.split.loads import answered
@@ -51,8 +52,8 @@ SEED = 20261130
 TOPOLOGIES = ("1EPD", "2EPD", "1E1PD", "1E1P1D")
 SIDES = (112, 224, 336, 448, 560)
 """Of pictures, in pixels."""
-LOADS = (0.6, 1.2)
-"""Least and largest load, as shares of what the first topology does in a closed loop."""
+LOADS = {"low": (0.5, 0.9), "high": (1.0, 1.5)}
+"""Least and largest load of each kind, as shares of what the first topology does in a closed loop."""
 SLO_TTFT, SLO_TPOT = 5.0, 2.5
 """The objectives, as multiples of the times of one request alone on the first topology."""
 ALONE, CONCURRENCY, FEWEST, MOST = 4, 8, 12, 400
@@ -64,6 +65,8 @@ CLEAR = 1.1
 WARM_UP = 2 * MOST
 """Number of the first request of a mix that isn't in its run."""
 MODEL = "m"
+BUSY = re.compile(r'^triptych:instance_busy_seconds_total\{instance_name="([^"]+)".*\} ([0-9.e+-]+)$', re.MULTILINE)
+"""Lines of the page of metrics: an instance, and its seconds."""
 LEAST_GOODPUT = 0.05
 """Share of what is offered to which an error of goodput is relative at least: of nothing, every error is infinite."""
 BOUNDS = {"goodput": 0.15, "ttft_p50": 0.15, "ttft_p99": 0.30}
@@ -71,12 +74,17 @@ BOUNDS = {"goodput": 0.15, "ttft_p50": 0.15, "ttft_p99": 0.30}
 
 @dataclass(frozen=True)
 class TruthMix:
-    """A kind of load, the same for all topologies of a model."""
+    """A mix at a load, the same for all topologies of a model."""
 
-    name: str
+    kind: str
     workload: RequestMix
+    level: str
     load: float
     """Share of what the first topology does in a closed loop."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, {self.level}"
 
 
 @dataclass
@@ -118,7 +126,11 @@ def mixes(model: str) -> list[TruthMix]:
         "mixed": RequestMix((kind(0, rng.uniform(1.0, 4.0)), kind(1))),
         "bursts": RequestMix((kind(0), kind(1)), bursts),
     }
-    return [TruthMix(name, workload, rng.uniform(*LOADS)) for name, workload in kinds.items()]
+    return [
+        TruthMix(name, workload, level, rng.uniform(*loads))
+        for name, workload in kinds.items()
+        for level, loads in LOADS.items()
+    ]
 
 
 # ── real runs ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -141,16 +153,20 @@ class RealService:
         return body, [len(file) for file in files]
 
     async def basis(self, mix: TruthMix, seconds: float) -> dict[str, float]:
-        """Return the rate of a closed loop, and objectives by the times of requests alone."""
+        """Return the rate of a closed loop, what the client spends on a request, and objectives by the times of
+        requests alone."""
         requests = mix.workload.requests(1.0, MOST, SEED)
         bodies = (self.body(request, WARM_UP + number)[0] for number, request in enumerate(requests))
         await closed_loop(self.http, list(islice(bodies, CONCURRENCY)), CONCURRENCY)
         alone = [await ask(self.http, body) for body in islice(bodies, ALONE)]
-        began, done = time.monotonic(), 0
-        while time.monotonic() < began + seconds and (some := list(islice(bodies, 2 * CONCURRENCY))):
+        done, took, spent = 0, 0.0, 0.0
+        while took < seconds and (some := list(islice(bodies, 2 * CONCURRENCY))):
+            began, before = time.monotonic(), cpu_seconds(os.getpid())
             done += len(answered(await closed_loop(self.http, some, CONCURRENCY)))
+            took, spent = took + time.monotonic() - began, spent + cpu_seconds(os.getpid()) - before
         return {
-            "rate": done / (time.monotonic() - began),
+            "rate": done / took,
+            "client_seconds": spent / max(1, done),
             "slo_ttft": SLO_TTFT * statistics.median(one.ttft for one in alone),
             "slo_tpot": SLO_TPOT * statistics.median(one.tpot for one in alone),
         }
@@ -160,11 +176,12 @@ class RealService:
         warm = [self.body(request, WARM_UP + MOST + number)[0] for number, request in enumerate(requests[:CONCURRENCY])]
         await closed_loop(self.http, warm, CONCURRENCY)
         made = [self.body(request, number) for number, request in enumerate(requests)]
-        spent, began = cpu_seconds(os.getpid()), time.monotonic()
+        spent, busy, began = cpu_seconds(os.getpid()), await self._busy(), time.monotonic()
         samples = await open_loop(self.http, [body for body, _ in made], [request.at for request in requests])
-        seconds = time.monotonic() - began
+        seconds, after = time.monotonic() - began, await self._busy()
         return {
             "client_share": (cpu_seconds(os.getpid()) - spent) / seconds,
+            "busy": {name: round((after[name] - before) / seconds, 4) for name, before in busy.items()},
             "load_average": os.getloadavg()[0],
             "requests": [
                 {
@@ -179,6 +196,12 @@ class RealService:
                 for request, sample, (_, sizes) in zip(requests, samples, made, strict=True)
             ],
         }
+
+    async def _busy(self) -> dict[str, float]:
+        """Return how long each instance has computed, by its last heartbeat, and the frontend worked."""
+        metrics = (await self.http.get("/metrics")).text
+        found = {name: float(value) for name, value in BUSY.findall(metrics)}
+        return found | {"frontend": cpu_seconds(named_children(os.getpid())["frontend"])}
 
 
 @dataclass(frozen=True)
@@ -215,9 +238,9 @@ class TruthBench:
             real = RealService(http, MODEL, 4 * MOST * names.index(mix.name))
             if time.monotonic() + 1.5 * self.seconds > self.ends:
                 return
-            if mix.name not in bases:
-                bases[mix.name] = await real.basis(mix, self.seconds / 3)
-            rate = mix.load * bases[mix.name]["rate"]
+            if mix.kind not in bases:
+                bases[mix.kind] = await real.basis(mix, self.seconds / 3)
+            rate = mix.load * bases[mix.kind]["rate"]
             count = max(FEWEST, min(MOST, round(rate * self.seconds)))
             found = await real.run(list(mix.workload.requests(rate, count, SEED)))
             found |= {"threads": threads_of(self.config, topology)[0]}
@@ -251,16 +274,17 @@ def offered(requests: Sequence[dict[str, Any]]) -> float:
     return float(len(requests) / requests[-1]["at"])
 
 
-def predicted(run: dict[str, Any], topology: str, profile: Profile, slo: Slo) -> dict[str, float]:
-    """Return what a simulation of the same requests at the same times comes to."""
+def predicted(
+    run: dict[str, Any], topology: str, profile: Profile, slo: Slo, client_seconds: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return what a simulation of the same requests at the same times comes to, and how busy each process is.
+    ``client_seconds`` is what the client spends on a request."""
     trace = [_recorded(number, one, profile) for number, one in enumerate(run["requests"])]
     candidate = Candidate(Topology.parse(topology), run["threads"], profile.machine.cores)
-    trial = Trials(profile, lambda _: trace, slo, SEED).run(candidate, offered(run["requests"]), whole=True)
-    return {
-        "goodput": offered(run["requests"]) * trial.kept,
-        "ttft_p50": trial.ttft[0],
-        "ttft_p99": trial.ttft[1],
-    }
+    rate = offered(run["requests"])
+    trials = Trials(profile, lambda _: trace, slo, SEED, taken=min(1.0, rate * client_seconds))
+    trial = trials.run(candidate, rate, whole=True)
+    return {"goodput": rate * trial.kept, "ttft_p50": trial.ttft[0], "ttft_p99": trial.ttft[1]}, trial.busy
 
 
 def _recorded(number: int, one: dict[str, Any], profile: Profile) -> TraceRequest:
@@ -279,9 +303,10 @@ def compared(runs: TruthRuns, model: str, profile: Profile) -> Iterator[dict[str
             run = runs.found["runs"].get(run_key(model, mix.name, topology))
             if run is None:
                 continue
-            basis = runs.found["bases"][model][mix.name]
+            basis = runs.found["bases"][model][mix.kind]
             slo = Slo(basis["slo_ttft"], basis["slo_tpot"], 0.99)
-            real, simulated = measured(run, slo), predicted(run, topology, profile, slo)
+            real = measured(run, slo)
+            simulated, busy = predicted(run, topology, profile, slo, basis["client_seconds"])
             least = {"goodput": LEAST_GOODPUT * offered(run["requests"])}
             errors = {name: (simulated[name] - real[name]) / max(real[name], least.get(name, 1e-9)) for name in BOUNDS}
             yield {
@@ -290,6 +315,8 @@ def compared(runs: TruthRuns, model: str, profile: Profile) -> Iterator[dict[str
                 "topology": topology,
                 "offered": offered(run["requests"]),
                 "client_share": run["client_share"],
+                "busy": run["busy"],
+                "busy_predicted": {name: round(one, 4) for name, one in busy.items()},
                 "measured": real,
                 "predicted": simulated,
                 "error": errors,
@@ -350,6 +377,22 @@ def table(rows: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> It
         errors = [abs(row["error"][name]) for row in rows]
         share = f"within {bound:.0%} in {sum(error <= bound for error in errors)} of {len(errors)} runs"
         yield f"{name}: median error {statistics.median(errors):.0%}, {share}"
+    for is_frontend, name in ((True, "frontend"), (False, "instances")):
+        pairs = [
+            (busy, row["busy"][process])
+            for row in rows
+            for process, busy in row["busy_predicted"].items()
+            if (process == "frontend") == is_frontend and process in row["busy"]
+        ]
+        if pairs:
+            off = statistics.median(busy - real for busy, real in pairs)
+            share = statistics.median(real for _, real in pairs)
+            yield f"busy share of {name}: median {share:.2f}, predictions are off by {off:+.2f}"
+    for one in found:
+        marks = ["" if one["right"] else "another is best", "wrong on splitting" if one["wrong_verdict"] else ""]
+        names = f"{one['model']}, {one['mix']}: best {one['best']}, predicted {one['predicted']}"
+        gains = f"split ÷ unsplit {one['split_gain']:.2f}, predicted {one['split_gain_predicted']:.2f}"
+        yield "; ".join(filter(None, [names, gains, *marks]))
     right, wrong = sum(one["right"] for one in found), sum(one["wrong_verdict"] for one in found)
     yield f"{len(found)} mixes under which topologies differ: best one named right in {right}, wrong verdicts: {wrong}"
 
@@ -360,7 +403,7 @@ def main() -> None:
         "models", metavar="MODEL=PROFILE", nargs="+", help="demo or a checkpoint folder, and its profile"
     )
     parser.add_argument("--minutes", type=float, default=20.0, help="minutes after which no run begins")
-    parser.add_argument("--seconds", type=float, default=12.0, help="seconds of each run, about")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each run, about")
     parser.add_argument("--out", type=Path, required=True, help="file of the results, to which new ones are added")
     options = parser.parse_args()
     pairs = [pair.rpartition("=")[::2] for pair in options.models]
