@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
 from tests.support.tiny import make_tiny
-from tests.support.vllm_server import VllmServer, vllm_server
+from tests.support.vllm_server import COMPLETIONS, VllmServer, vllm_server
 from triptych.client import EncodeClient
 from triptych.config import EnginesConfig
 from triptych.errors import ConfigError, TopologyError
@@ -511,3 +511,65 @@ def test_numbers_beyond_all_limits_are_the_servers_to_judge(both: tuple[Served, 
 def num_waiting(service: Served) -> int:
     servers = service.running.frontend.router.servers
     return servers.num_waiting if servers is not None else 0
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"n": 65}),
+        (CHAT, {"n": "3"}),
+        (CHAT, {"n": 2.0}),
+        (CHAT, {"best_of": 10**400}),
+        (COMPLETIONS, {"n": 0, "prompt": "a"}),
+        (COMPLETIONS, {"n": 64, "prompt": ["a"] * 64}),
+    ],
+)
+def test_numbers_of_answers_have_a_limit(both: tuple[Served, VllmServer], path: str, fields: dict[str, Any]) -> None:
+    service, server = both
+    with service.client() as client:
+        response = client.post(path, json=service.body() | fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(fields)))
+    assert not server.bodies
+
+
+def test_each_answer_counts(folder: Path) -> None:
+    """Against a client's limit, a server's room, and its client's turn."""
+    limits = {"max_queue": 24, "max_queue_per_client": 10}
+    with vllm_server(folder) as server, gateway(folder, server, **limits) as service, ThreadPoolExecutor(8) as threads:
+        ready(service)
+
+        def ask(name: str, **fields: Any) -> int:
+            with service.client() as client:
+                body = service.body(user=name, **fields)
+                return client.post(CHAT, json=body, headers={"authorization": name}).status_code
+
+        server.behaviours += ["hang"] * 2
+        begun = [threads.submit(ask, "many", n=3) for _ in range(2)]
+        wait_for(lambda: server.running == 2)
+        assert [one.running for one in service.running.frontend.router.servers or ()] == [6]
+        waiting = [threads.submit(ask, "many", n=3)]  # six of four are taken
+        wait_for(lambda: num_waiting(service) == 1)
+        assert ask("many", n=2) == 429
+        waiting.append(threads.submit(ask, "many"))
+        wait_for(lambda: num_waiting(service) == 2)
+        assert ask("another", n=11) == 429
+        assert ask("third", n=20) == 503
+        waiting.append(threads.submit(ask, "few", best_of=1))
+        wait_for(lambda: num_waiting(service) == 3)
+        server.opened.set()
+        assert {one.result() for one in (*begun, *waiting)} == {200}
+        assert [body["user"] for body in server.bodies].index("few") == 2
+        service.settle()
+
+
+def test_adapters_are_listed_and_planned(both: tuple[Served, VllmServer]) -> None:
+    service, _ = both
+    with service.client() as client:
+        listed = client.get("/v1/models").json()["data"]
+        assert [(one["id"], one["parent"]) for one in listed] == [(service.model, None), ("adapter", service.model)]
+        assert client.get("/v1/models/adapter").json()["id"] == "adapter"
+        assert client.get("/v1/models/another").status_code == 404
+        messages = service.body([image_part()])["messages"]
+        for path in ("/v1/plan", "/tokenize"):
+            for model, status in (("adapter", 200), ("another", 404)):
+                assert client.post(path, json={"messages": messages, "model": model}).status_code == status

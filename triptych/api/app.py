@@ -37,7 +37,7 @@ from triptych.api.completion_schemas import CompletionRequest, DetokenizeRequest
 from triptych.api.context import ApiContext
 from triptych.api.errors import error_body, headers_of, status_of
 from triptych.api.fields import MAX_TIMEOUT
-from triptych.api.generation import RequestContext, check_model
+from triptych.api.generation import NO_MODEL, RequestContext, check_model
 from triptych.api.json_response import JsonResponse
 from triptych.api.openapi import (
     add_openapi,
@@ -285,14 +285,14 @@ def _add_service_endpoints(app: FastAPI, api: ApiContext) -> None:
     started = int(time.time())
     readiness = Readiness(api.router, api.prompt_builder, sorted(api.tokenizer.eos_token_ids))
 
-    def model_card() -> dict[str, Any]:
+    def model_card(name: str) -> dict[str, Any]:
         return {
-            "id": api.model_name,
+            "id": name,
             "object": "model",
             "created": started,
             "owned_by": "triptych",
             "root": api.model_name,
-            "parent": None,
+            "parent": None if name == api.model_name else api.model_name,
             "max_model_len": api.context_length,
             "input_modalities": api.input_modalities,
             "reasoning_parser": api.prompt_builder.formats.reasoning_parser,
@@ -301,16 +301,17 @@ def _add_service_endpoints(app: FastAPI, api: ApiContext) -> None:
 
     @_get(app, "/v1/models", responses=json_responses(objects.ModelList))
     async def models() -> Response:
-        """The served model."""
-        return JsonResponse({"object": "list", "data": [model_card()]})
+        """The served model, and those that language servers have beside it, such as LoRAs."""
+        names = [api.model_name, *(api.servers.adapters if api.servers else ())]
+        return JsonResponse({"object": "list", "data": [model_card(name) for name in dict.fromkeys(names)]})
 
     @_get(app, "/v1/models/{model:path}", responses=json_responses(objects.ModelCard))
     async def model(model: str) -> Response:
-        """The served model, if it has that name."""
+        """A served model."""
         if not model:
             return await models()
         check_model(api, model)
-        return JsonResponse(model_card())
+        return JsonResponse(model_card(api.model_name if model in NO_MODEL else model))
 
     @_get(app, "/version", responses=json_responses(objects.Version))
     async def version() -> Response:

@@ -17,12 +17,12 @@ from pydantic_core import from_json
 from triptych.api.completion_schemas import CompletionRequest
 from triptych.api.context import ApiContext
 from triptych.api.encode import MediaFields, collect_rows, file_text, npy_text
-from triptych.api.fields import MAX_NAME, MAX_PRIORITY
-from triptych.api.generation import NO_MODEL, RequestContext
+from triptych.api.fields import MAX_CHOICES, MAX_NAME, MAX_PRIORITY
+from triptych.api.generation import NO_MODEL, RequestContext, check_model
 from triptych.api.media_parts import MediaSettings, PartIndex, check_parts, fetch_all, media_parts
 from triptych.api.schemas import MAX_MESSAGES, MAX_PARTS, ChatCompletionRequest, ConversationFields, ImagePart
 from triptych.api.validation import parse_request
-from triptych.errors import InvalidRequest, TriptychError, UnknownModel, UnsupportedField, UnsupportedValue
+from triptych.errors import InvalidRequest, TriptychError, UnsupportedField, UnsupportedValue
 from triptych.gateway.answers import ServerAnswer
 from triptych.gateway.relay import AnswerPart, Call, Prepared, Relay
 from triptych.gateway.servers import Needs
@@ -41,6 +41,8 @@ MEDIA_PARTS = frozenset({"image_url"})
 """Types of parts that are encoded here."""
 GATEWAY_ONLY = ("ec_transfer_params", "kv_transfer_params", "prompt_embeds", "chat_template", "media_io_kwargs")
 """Fields by which a client could name transfers, or bring what is checked here past the check."""
+CHOICES = ("n", "best_of")
+"""Fields with a number of answers to each prompt."""
 CHARACTERS_PER_TOKEN, DEFAULT_TOKENS = 4, 256
 """For an estimate of a request's cost."""
 
@@ -56,6 +58,7 @@ class Forwarded:
     text_length: int
     """Characters of the body, about."""
     path: str = CHAT
+    num_prompts: int = 1
     form: type[ServerAnswer] = ServerAnswer
     """What is read of the answer."""
     pieces: Mapping[str, Callable[[], Iterator[bytes]]] = field(default_factory=dict)
@@ -118,13 +121,20 @@ class Forwarded:
         return Needs(connector=self.prompt is not None, model="" if own else named)
 
     @property
+    def num_choices(self) -> int:
+        """Answers that it asks for."""
+        return self.num_prompts * max(self.fields.get(name) or 1 for name in CHOICES)
+
+    @property
     def cost(self) -> float:
-        """About its tokens. A client may send any number: the server judges it, and here it counts within limits."""
+        """About its tokens, those of the prompt for each choice, as in other chats. A client may send any number of
+        tokens: the server judges it, and here it counts within limits."""
         most = self.fields.get("max_completion_tokens") or self.fields.get("max_tokens")
         if not isinstance(most, int | float):
             most = DEFAULT_TOKENS
         generated = min(max(most, 0), self.api.context_length)
-        return self.text_length / CHARACTERS_PER_TOKEN + self.num_rows + generated
+        prompts = self.text_length / CHARACTERS_PER_TOKEN + self.num_rows
+        return self.num_choices * (prompts / self.num_prompts + generated)
 
 
 def _parse(text: bytes) -> dict[str, Any]:
@@ -145,6 +155,10 @@ def _parse(text: bytes) -> dict[str, Any]:
         raise InvalidRequest("model: Input should be a valid string", "model")
     if not isinstance(fields.get("stream", None), bool | None):
         raise InvalidRequest("stream: Input should be a valid boolean", "stream")
+    for name in CHOICES:
+        number = fields.get(name)
+        if number is not None and not (type(number) is int and 1 <= number <= MAX_CHOICES):
+            raise InvalidRequest(f"{name}: Input should be an integer from 1 to {MAX_CHOICES}", name)
     salt = fields.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_NAME):
         raise InvalidRequest(f"cache_salt: Input should be a string of 1 to {MAX_NAME} characters", "cache_salt")
@@ -190,7 +204,8 @@ async def prepare_completion(api: ApiContext, text: bytes, context: RequestConte
     fields = _parse(text)
     given = {name: fields[name] for name in ("prompt", "timeout") if name in fields}
     asked = parse_request(CompletionRequest, msgspec.json.encode(given))
-    forwarded = Forwarded(api, context.with_timeout(asked.timeout), fields, len(text), COMPLETIONS)
+    context = context.with_timeout(asked.timeout)
+    forwarded = Forwarded(api, context, fields, len(text), COMPLETIONS, len(asked.prompts))
 
     def check() -> None:
         for param, prompt in asked.prompts:
@@ -199,7 +214,7 @@ async def prepare_completion(api: ApiContext, text: bytes, context: RequestConte
         api.prompt_builder.build_items([], others)
 
     with _preparing(forwarded, has_media=False):
-        async with forwarded.context.within_deadline():
+        async with context.within_deadline():
             await api.executor.run(context.record.client, check)
     return forwarded
 
@@ -210,8 +225,9 @@ def _preparing(forwarded: Forwarded, *, has_media: bool) -> Iterator[None]:
     api, context, fields = forwarded.api, forwarded.context, forwarded.fields
     assert api.servers is not None, "it is a gateway"
     api.servers.check()
-    if (model := fields.get("model")) not in (*NO_MODEL, api.model_name) and not api.servers.knows(model):
-        raise UnknownModel(f"model {model!r} is not served here; {api.model_name!r} is", "model")
+    check_model(api, fields.get("model"))
+    if (number := forwarded.num_choices) > (limit := api.frontend.admission.max_queue):
+        raise InvalidRequest(f"n: {number} choices exceed the limit of {limit}", "n")
     fields.pop("timeout", None)  # it is kept here
     with api.lifecycle.preparing(
         context.record,
@@ -344,7 +360,7 @@ class _Answering:
         assert api.servers is not None, "it is a gateway"
         self._lifecycle, self._metrics = api.lifecycle, api.router.metrics
         self._record = context.record
-        self._choice: ChoiceRecord = context.record.begin_choice(asked.num_rows, ())
+        self._begin: Callable[[], ChoiceRecord] = partial(context.record.begin_choice, asked.num_rows, ())
         self._server = ""
         self.relay = Relay(api.servers)
         self.call = Call(
@@ -353,16 +369,18 @@ class _Answering:
             request=context.record.id,
             client=context.record.client,
             cost=asked.cost,
+            num_choices=asked.num_choices,
             needs=asked.needs,
             prepared=asked.prepared,
             remaining=lambda: context.remaining,
             hold=context.hold,
             moved=partial(self._metrics.recovered, "decode"),
         )
-        self._slot = self._lifecycle.admission.holding(context.record.client)
+        self._slot = self._lifecycle.holding_choices(context.record, asked.num_choices)
 
     def __enter__(self) -> None:
         self._slot.__enter__()
+        self._choice = self._begin()
         self._metrics.admitted(self._choice)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

@@ -308,8 +308,9 @@ def _cut(report: Tokens, used: int) -> Tokens:
 
 
 def check_model(api: ApiContext, model: str | None) -> None:
-    """Raise UnknownModel unless the name is that of the served model, or none."""
-    if model not in (*NO_MODEL, api.model_name):
+    """Raise UnknownModel unless the name is that of the served model, of one that a language server has beside it, or
+    none."""
+    if model not in (*NO_MODEL, api.model_name) and not (api.servers and model and api.servers.knows(model)):
         raise UnknownModel(f"model {model!r} is not served here; {api.model_name!r} is", "model")
 
 

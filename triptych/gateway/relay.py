@@ -44,6 +44,8 @@ class Call:
     client: str
     cost: float
     """About its tokens, by which clients are charged for their turns."""
+    num_choices: int
+    """Answers that it asks for, each of which takes room at a server."""
     needs: Needs
     prepared: "Callable[[str], AbstractContextManager[Prepared]]"
     """Prepares it for a server, given the model's name there. Inside it is at that server."""
@@ -164,7 +166,7 @@ class Relay:
 
     @asynccontextmanager
     async def _attempt(self, call: Call, avoid: Collection[Server]) -> AsyncIterator[_Attempt]:
-        turn = self._servers.turn(call.client, call.cost, call.needs, avoid)
+        turn = self._servers.turn(call.client, call.cost, call.needs, call.num_choices, avoid=avoid)
         try:
             async with asyncio.timeout(call.remaining()):
                 server, lost = await turn.__aenter__()

@@ -56,7 +56,7 @@ class Server:
     card: Card = field(default_factory=Card)
     """What it says of itself."""
     running: int = 0
-    """Requests that it has."""
+    """Requests that it has, each counted as its answers."""
     losses: int = 0
     """Times that it was lost."""
     silent_checks: int = 0
@@ -89,6 +89,8 @@ class Needs:
 @dataclass(eq=False)
 class _WaitingCall:
     needs: Needs
+    number: int
+    """Answers that it asks for."""
     granted: "asyncio.Future[tuple[Server, asyncio.Future[None]]]"
     avoid: Collection[Server]
     served: float
@@ -180,6 +182,12 @@ class Servers:
         states = (ServerState.SERVING, ServerState.LOST)
         return any(model in server.card.models for server in self._all if server.state in states)
 
+    @property
+    def adapters(self) -> list[str]:
+        """The names of models beside the one of all servers that requests may name now."""
+        serving = [server.card for server in self._all if server.state is ServerState.SERVING]
+        return sorted({name for card in serving for name in card.models - {card.model}})
+
     async def suspect(self, server: Server) -> None:
         """Check a server at once that has failed with a request: it may be gone."""
         async with server.checking:
@@ -188,33 +196,34 @@ class Servers:
 
     @asynccontextmanager
     async def turn(
-        self, client: str, cost: float, needs: Needs, avoid: Collection[Server] = ()
+        self, client: str, cost: float, needs: Needs, number: int = 1, *, avoid: Collection[Server] = ()
     ) -> AsyncIterator[tuple[Server, "asyncio.Future[None]"]]:
-        """Wait for the client's turn, and for a server with room that meets the ``needs``; inside, it has the request.
-        Yields also what is done once that server is lost. Servers in ``avoid`` are taken if no other serves. Raises
-        Unavailable if none serves for too long, and UnknownModel if none has the model any more."""
+        """Wait for the client's turn, and for a server with room that meets the ``needs``; inside, it has the request,
+        which asks for ``number`` answers. Yields also what is done once that server is lost. Servers in ``avoid`` are
+        taken if no other serves. Raises Unavailable if none serves for too long, and UnknownModel if none has the model
+        any more."""
         self.check()
         if gone := self._gone(needs):
             raise gone
         served = self._served if self.missing else self._clock.now()
-        waiting = _WaitingCall(needs, asyncio.get_running_loop().create_future(), avoid, served)
+        waiting = _WaitingCall(needs, number, asyncio.get_running_loop().create_future(), avoid, served)
         ticket = self._queue.add(waiting, client, cost, kind=needs)
         self._grant()
         try:
             server, lost = await waiting.granted
         except BaseException:
             if waiting.granted.done() and not waiting.granted.cancelled() and not waiting.granted.exception():
-                self._leave(waiting.granted.result()[0])  # granted and cancelled at once
+                self._leave(waiting.granted.result()[0], number)  # granted and cancelled at once
             elif waiting.granted.cancelled():
                 self._queue.remove(ticket)
             raise
         try:
             yield server, lost
         finally:
-            self._leave(server)
+            self._leave(server, number)
 
-    def _leave(self, server: Server) -> None:
-        server.running -= 1
+    def _leave(self, server: Server, number: int) -> None:
+        server.running -= number
         self._grant()
 
     def _grant(self) -> None:
@@ -223,7 +232,7 @@ class Servers:
             if not waiting.granted.done():
                 server = self._choose(waiting)
                 assert server is not None and server.lost is not None, "it may start"
-                server.running += 1
+                server.running += waiting.number
                 waiting.granted.set_result((server, server.lost))
 
     def _choose(self, waiting: _WaitingCall) -> Server | None:

@@ -66,13 +66,13 @@ class Admission:
             del self._prepared_since[request]
 
     @contextmanager
-    def holding(self, client: str) -> Iterator[None]:
-        """Count a client's request as in flight that isn't in the table."""
-        self._outside[client] += 1
+    def holding(self, client: str, number: int = 1) -> Iterator[None]:
+        """Count a client's requests as in flight that aren't in the table."""
+        self._outside[client] += number
         try:
             yield
         finally:
-            self._outside[client] -= 1
+            self._outside[client] -= number
             if not self._outside[client]:
                 del self._outside[client]
 
@@ -98,11 +98,11 @@ class Admission:
     def _num_in_flight(self) -> int:
         return len(self._requests) + self._outside.total()
 
-    def check_capacity(self, client: str, now: float) -> None:
-        """Raise RateLimited if the client is at its limit, and Overloaded if the service is at its limit."""
+    def check_capacity(self, client: str, now: float, number: int = 1) -> None:
+        """Raise RateLimited if a client can't have ``number`` requests more, and Overloaded if the service can't."""
         total = self._num_in_flight()
         own = self._requests.num_of_client(client) + self._outside[client]
-        self._policy.check_capacity(InFlight(total, own), self.forecast, now)
+        self._policy.check_capacity(InFlight(total, own), self.forecast, now, number)
 
     def check(
         self,

@@ -64,14 +64,13 @@ class AdmissionPolicy:
         """The most requests in flight."""
         return self._config.max_queue
 
-    def check_capacity(self, in_flight: InFlight, forecast: Forecast, now: float) -> None:
-        """Raise RateLimited if the client is at its limit, and Overloaded if the service is at its limit."""
-        if in_flight.total >= self.max_queue:
-            reason = f"{in_flight.total} requests are waiting or running, the most allowed"
-            raise Overloaded(reason, retry_after(0.0, forecast, now))
+    def check_capacity(self, in_flight: InFlight, forecast: Forecast, now: float, number: int = 1) -> None:
+        """Raise RateLimited if a client can't have ``number`` requests more, and Overloaded if the service can't."""
+        if in_flight.total + number > self.max_queue:
+            raise Overloaded(_full("requests", in_flight.total, number), retry_after(0.0, forecast, now))
         limit = self._config.max_queue_per_client
-        if limit and in_flight.of_client >= limit:
-            raise RateLimited(f"{in_flight.of_client} of your requests are waiting or running, the most allowed")
+        if limit and in_flight.of_client + number > limit:
+            raise RateLimited(_full("of your requests", in_flight.of_client, number))
 
     def check_deadline(self, ahead: WorkAhead, timeout: float | None, forecast: Forecast, now: float) -> Expected:
         """Return the request's forecast times.
@@ -84,6 +83,12 @@ class AdmissionPolicy:
             reason = f"the answer would take about {seconds:.0f} s, more than the {limit:g} s it may take"
             raise Overloaded(reason, retry_after(seconds - limit, forecast, now))
         return Expected(wait, work)
+
+
+def _full(requests: str, running: int, number: int) -> str:
+    """Return why ``number`` more can't be had."""
+    more = f", and this one asks for {number} answers: more than" if number > 1 else ","
+    return f"{running} {requests} are waiting or running{more} the most allowed"
 
 
 def retry_after(seconds: float, forecast: Forecast, now: float) -> int:

@@ -301,6 +301,18 @@ class RequestLifecycle:
         with self.admission.preparing(record.client, self._clock.now()):
             yield
 
+    @contextmanager
+    def holding_choices(self, record: RequestRecord, number: int) -> Iterator[None]:
+        """Hold an admission slot for each answer of a request that another engine answers. Raises as
+        ``holding_slot``."""
+        try:
+            self.admission.check_capacity(record.client, self._clock.now(), number)
+        except TriptychError as error:
+            self._metrics.rejected(error)
+            raise
+        with self.admission.holding(record.client, number):
+            yield
+
     def expected(
         self,
         record: RequestRecord,
