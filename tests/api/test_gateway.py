@@ -129,6 +129,53 @@ def test_rows_take_the_place_of_images(both: tuple[Served, VllmServer]) -> None:
     assert "mm_processor_kwargs" not in body
 
 
+def test_rows_and_times_take_the_place_of_videos(both: tuple[Served, VllmServer]) -> None:
+    service, server = both
+    video = listed_frames(5)
+    assert service.text([video, image_part(), text_part("a")]) == WORDS
+    (part, picture, _) = server.bodies[0]["messages"][0]["content"]
+    assert (part["type"], picture["type"]) == ("video_embeds", "image_embeds")
+    with EncodeClient(service.url) as client:
+        (item,) = client.encode(video)
+    assert part["video_embeds"]["video_grid_thw"] == list(item.grid_thw)
+    assert part["video_embeds"]["timestamps"] == [0.25, 1.25, 2.0]
+    rows = np.lib.format.read_array(io.BytesIO(base64.b64decode(part["video_embeds"]["video_embeds"])))
+    assert np.array_equal(rows, item.rows)
+
+
+def listed_frames(number: int, fps: float = 2.0) -> dict[str, Any]:
+    frames = [image_part(image(64, 64, seed))["image_url"]["url"] for seed in range(number)]
+    return {"type": "video", "video": frames, "fps": fps}
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "param"),
+    [
+        ("llava", listed_frames(4), "type"),
+        ("qwen2_5_omni", listed_frames(4), "type"),
+        ("qwen2_5_omni", {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "type"),
+        ("qwen2_5_vl", listed_frames(8, 1.0), "video"),
+    ],
+)
+def test_media_that_vllm_cant_take_are_refused(tmp_path: Path, family: str, part: dict[str, Any], param: str) -> None:
+    """By name, before an item is encoded: kinds, and videos whose times vLLM isn't told."""
+    folder = make_tiny(tmp_path / family, family)
+    with vllm_server(folder) as server, gateway(folder, server) as service:
+        ready(service)
+        refused = service.post([text_part("a"), part])
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == f"messages[0].content[1].{param}"
+        assert "vLLM takes" in refused.json()["error"]["message"]
+        if family == "qwen2_5_vl":
+            assert service.text([listed_frames(8)]) == WORDS
+            assert list(server.bodies[0]["messages"][0]["content"][0]["video_embeds"]) == [
+                "video_embeds",
+                "video_grid_thw",
+            ]
+            return
+        assert not server.bodies
+
+
 def test_families_without_a_grid_send_rows_alone(tmp_path: Path) -> None:
     folder = make_tiny(tmp_path / "llava", "llava")
     with vllm_server(folder) as server, gateway(folder, server) as service:
@@ -246,7 +293,9 @@ def test_fields_that_clients_may_not_send(both: tuple[Served, VllmServer], field
     [
         ({"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "x"}, "type"),
         ({"type": "prompt_embeds", "data": "x"}, "type"),
-        ({"type": "video_url", "video_url": {"url": "data:,"}}, "type"),
+        ({"type": "audio_url", "audio_url": {"url": "data:,"}}, "type"),
+        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "type"),
+        ({"type": "video_url", "video_url": {"url": "data:,"}}, "video_url.url"),
         ({"image_url": "data:,"}, "type"),
         ("text", "type"),
         ({"type": "text", "text": "x", "uuid": "forged"}, "uuid"),
@@ -534,7 +583,7 @@ def test_numbers_of_answers_have_a_limit(both: tuple[Served, VllmServer], path: 
 
 def test_each_answer_counts(folder: Path) -> None:
     """Against a client's limit, a server's room, and its client's turn."""
-    limits = {"max_queue": 24, "max_queue_per_client": 10}
+    limits: dict[str, Any] = {"max_queue": 24, "max_queue_per_client": 10}
     with vllm_server(folder) as server, gateway(folder, server, **limits) as service, ThreadPoolExecutor(8) as threads:
         ready(service)
 

@@ -17,6 +17,7 @@ from scripts import (
     models_doc,
     settings_doc,
     templates_doc,
+    vllm_doc,
 )
 from scripts.diagrams_doc import FOLDER, diagrams
 from scripts.generated import table, with_region
@@ -24,7 +25,7 @@ from scripts.generated import table, with_region
 
 @pytest.mark.parametrize(
     "generator",
-    [errors_doc, fields_doc, flags_doc, formats_doc, metrics_doc, models_doc, settings_doc, templates_doc],
+    [errors_doc, fields_doc, flags_doc, formats_doc, metrics_doc, models_doc, settings_doc, templates_doc, vllm_doc],
     ids=lambda m: m.__name__,
 )
 def test_a_page_is_up_to_date(generator: ModuleType) -> None:

@@ -8,11 +8,13 @@ import os
 import re
 import signal
 import socket
+import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import zmq
 
@@ -22,6 +24,7 @@ from tests.support.image_cases import picture, png
 from tests.support.nonsense import Nonsense
 from tests.support.serving import Served, served, wait_for
 from tests.support.vllm_checkpoints import SHAPES
+from triptych.models.vllm_grids import GRID_FAMILIES, VIDEO_FAMILIES
 
 ENVIRONMENT = Path(os.environ.get(VARIABLE, ""))
 pytestmark = [
@@ -59,8 +62,23 @@ def pixels(file: bytes) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(file).decode()}}
 
 
+def clip(number: int) -> dict[str, Any]:
+    """A video of that number of frames, two in a second."""
+    frames = ",".join(base64.b64encode(frame).decode() for frame in FRAMES[:number])
+    return {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64," + frames}}
+
+
 def tokens(answer: Any) -> list[int]:
     return list(answer["choices"][0]["token_ids"])
+
+
+FRAMES = [png(picture(224, 224, number)) for number in range(8)]
+VIDEOS = [
+    [text("What happens?"), clip(8)],
+    [clip(4), text("And here?"), clip(8), clip(4)],
+    [pixels(FILES[0]), text("and"), clip(6)],
+]
+"""Contents with videos of several lengths."""
 
 
 def answers(service: Served) -> list[list[int]]:
@@ -140,6 +158,64 @@ def attacked(service: Served, server: VllmServer, placeholder: str) -> None:
             frames.send(frame)
     assert server.is_healthy()
     assert not made.exists()
+
+
+@pytest.mark.parametrize("shape", ["qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe"])
+def test_videos_are_answered_as_by_vllm_alone(shape: str, tmp_path: Path) -> None:
+    """With rows in requests, and with a connector and no tower."""
+    folder, port = SHAPES[shape](tmp_path / shape), free_port()
+
+    def found(client: Any) -> list[list[int]]:
+        asked = [body([]) | {"messages": [{"role": "user", "content": parts}]} for parts in VIDEOS]
+        said = [client.post("/v1/chat/completions", json=one, timeout=300) for one in asked]
+        assert all(one.status_code == 200 for one in said), [one.text for one in said]
+        return [tokens(one.json()) for one in said]
+
+    settings: dict[str, Any] = {"served_model_name": MODEL, "restart_hold": 30.0}
+    flags = ["--enable-mm-embeds", "--media-io-kwargs", json.dumps({"video": {"fps": 2}})]
+    with vllm_server(ENVIRONMENT, folder, tmp_path / "alone.log", *flags) as alone:
+        with httpx.Client(base_url=f"http://127.0.0.1:{alone.port}", trust_env=False) as client:
+            expected = found(client)
+        with served(folder, "1E", servers=f"vllm=http://127.0.0.1:{alone.port}", **settings) as service:
+            wait_for(lambda: serving(service))
+            with service.client() as client:
+                assert found(client) == expected
+            service.settle()
+    with served(folder, "1E", servers=f"vllm-ec=http://127.0.0.1:{port}", **settings) as service:
+        connector = {"frontends": [service.running.frontend.control], "pool_mb": 1}
+        log = tmp_path / "connector.log"
+        with vllm_server(ENVIRONMENT, folder, log, "--language-model-only", connector=connector, port=port):
+            wait_for(lambda: serving(service))
+            with service.client() as client:
+                assert found(client) == expected
+
+
+PARSERS = {
+    "qwen2_vl": "qwen2_vl.Qwen2VLMultiModalDataParser",
+    "qwen2_5_vl": "qwen2_vl.Qwen2VLMultiModalDataParser",
+    "qwen3_vl": "qwen3_vl.Qwen3VLMultiModalDataParser",
+    "qwen3_5": "qwen3_vl.Qwen3VLMultiModalDataParser",
+    "qwen2_5_omni": "qwen2_5_omni_thinker.Qwen2_5OmniThinkerMultiModalDataParser",
+    "qwen3_omni": "qwen3_omni_moe_thinker.Qwen3OmniMoeThinkerMultiModalDataParser",
+}
+"""What reads a family's embeddings in vLLM, among its models."""
+
+
+def test_vllm_reads_the_embeddings_that_families_are_said_to_have() -> None:
+    program = "import importlib, json\nfound = {}\n"
+    for family, path in PARSERS.items():
+        module, name = path.split(".")
+        parser = f"importlib.import_module('vllm.model_executor.models.{module}').{name}"
+        program += f"found[{family!r}] = {parser}.embedding_fields\n"
+    command = [str(ENVIRONMENT / "bin/python"), "-c", program + "print(json.dumps(found))"]
+    fields = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout.splitlines()[-1])
+    for family, known in fields.items():
+        for modality, families in (("image", GRID_FAMILIES), ("video", VIDEO_FAMILIES)):
+            if family in families:
+                times = {"timestamps"} if family in ("qwen3_vl", "qwen3_5") and modality == "video" else set()
+                assert known[modality].keys() == {f"{modality}_embeds", f"{modality}_grid_thw"} | times
+    assert list(fields["qwen3_omni"]) == ["audio"]
+    assert fields.keys() - {"qwen3_omni"} == set(GRID_FAMILIES)
 
 
 def other_apis(service: Served, alone: VllmServer) -> None:

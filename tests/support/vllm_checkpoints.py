@@ -1,6 +1,7 @@
 """Small checkpoints with random weights in float32 that vLLM loads as well: heads and widths that its kernels take."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,12 @@ def qwen3(folder: Path) -> Path:
     return make_checkpoint(folder, tied=False, sizes=QWEN3)
 
 
+def qwen3_moe(folder: Path) -> Path:
+    """The same with experts."""
+    sizes = replace(QWEN3, experts=8, experts_per_token=2, expert_intermediate=128)
+    return make_checkpoint(folder, tied=False, sizes=sizes)
+
+
 def llava(folder: Path) -> Path:
     """LLaVA-1.5's shape."""
     config = transformers.LlavaConfig(
@@ -138,4 +145,4 @@ def _write(folder: Path, model_class: Any, config: Any, renamed: Sequence[tuple[
     write_json(folder / "generation_config.json", {"eos_token_id": IDS["<|im_end|>"]})
 
 
-SHAPES = {"qwen2.5-vl": qwen2_5, "qwen3-vl": qwen3, "llava": llava}
+SHAPES = {"qwen2.5-vl": qwen2_5, "qwen3-vl": qwen3, "qwen3-vl-moe": qwen3_moe, "llava": llava}

@@ -19,26 +19,35 @@ from triptych.api.context import ApiContext
 from triptych.api.encode import MediaFields, collect_rows, file_text, npy_text
 from triptych.api.fields import MAX_CHOICES, MAX_NAME, MAX_PRIORITY
 from triptych.api.generation import NO_MODEL, RequestContext, check_model
-from triptych.api.media_parts import MediaSettings, PartIndex, check_parts, fetch_all, media_parts
-from triptych.api.schemas import MAX_MESSAGES, MAX_PARTS, ChatCompletionRequest, ConversationFields, ImagePart
+from triptych.api.media_parts import (
+    MODALITIES,
+    MediaSettings,
+    PartIndex,
+    RequestPart,
+    check_parts,
+    fetch_all,
+    media_parts,
+)
+from triptych.api.schemas import MAX_MESSAGES, MAX_PARTS, ChatCompletionRequest, ConversationFields, ImageRowsPart
 from triptych.api.validation import parse_request
 from triptych.errors import InvalidRequest, TriptychError, UnsupportedField, UnsupportedValue
 from triptych.gateway.answers import ServerAnswer
 from triptych.gateway.relay import AnswerPart, Call, Prepared, Relay
 from triptych.gateway.servers import Needs
 from triptych.messages.tickets import PARAMETER
-from triptych.models.vllm_grids import image_part, placeholder_part
+from triptych.models.shared.planner import PatchPlanner
+from triptych.models.vllm_grids import GRID_FAMILIES, file_part, grid_part, image_part, refusal
 from triptych.observe.requests import ChoiceRecord
 from triptych.observe.timeline import Interval
-from triptych.prompt.prompt import PlannedPrompt, media_param
+from triptych.prompt.prompt import PlannedItem, PlannedPrompt, media_param
 from triptych.router.row_consumers import name_of
 from triptych.router.stream import TokenStream
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEXT_PARTS = frozenset({"text", "refusal", "thinking", "input_text", "output_text"})
 """Types of parts that are passed on."""
-MEDIA_PARTS = frozenset({"image_url"})
-"""Types of parts that are encoded here."""
+MEDIA_PARTS = frozenset({"image_url", "video_url", "video", "audio_url", "input_audio"})
+"""Types of parts that are encoded here, as far as servers take their embeddings."""
 GATEWAY_ONLY = ("ec_transfer_params", "kv_transfer_params", "prompt_embeds", "chat_template", "media_io_kwargs")
 """Fields by which a client could name transfers, or bring what is checked here past the check."""
 CHOICES = ("n", "best_of")
@@ -255,11 +264,8 @@ async def prepare_fields(
         return forwarded
     nonce = secrets.token_hex(16)
     names = [f"media:{nonce}:{number}:" for number in range(len(placed))]
-    make = placeholder_part if servers.is_connected else image_part
     for (m, p), name, item in zip(placed, names, prompt.items, strict=True):
-        key = name_of(item.key, forwarded.cache_salt)
-        part = make(name, item.plan.grid, key, api.prompt_builder.model_type)
-        fields["messages"][m]["content"][p] = part
+        fields["messages"][m]["content"][p] = _server_part(api, item, name_of(item.key, forwarded.cache_salt), name)
     if servers.is_connected:
         forwarded.prompt = prompt
         files = (partial(file_text, item.data) for item in prompt.items)
@@ -269,6 +275,16 @@ async def prepare_fields(
     rows = (partial(npy_text, rows, media.layout) for _, rows in media.items)
     forwarded.pieces = dict(zip(names, rows, strict=True))
     return forwarded
+
+
+def _server_part(api: ApiContext, item: PlannedItem, key: str, name: str) -> dict[str, Any]:
+    """Return what a server gets for an item, with ``name`` in place of rows or the file."""
+    model_type, is_connected = api.prompt_builder.model_type, api.servers is not None and api.servers.is_connected
+    planner = api.prompt_builder.planner
+    if isinstance(planner, PatchPlanner) and model_type.startswith(GRID_FAMILIES):
+        times, rows = planner.timestamps(item.plan), "" if is_connected else name
+        return grid_part(item.plan.modality, item.plan.grid, key, rows=rows, times=times)
+    return file_part(name, key) if is_connected else image_part(name, item.plan.grid, key, model_type)
 
 
 async def _ended(stream: TokenStream) -> None:
@@ -291,14 +307,21 @@ def _media_alone(fields: dict[str, Any]) -> MediaFields:
     return parse_request(MediaFields, msgspec.json.encode({"messages": messages, **others}))
 
 
+def _check_kinds(api: ApiContext, parts: Mapping[PartIndex, RequestPart]) -> None:
+    """Raise UnsupportedValue for media whose embeddings servers don't take."""
+    for place, part in parts.items():
+        where = media_param(*place, "type")
+        if isinstance(part, ImageRowsPart):
+            raise UnsupportedValue(f"{where}: {part.type!r} isn't taken before a vLLM server", where)
+        if why := refusal(api.prompt_builder.model_type, MODALITIES[type(part)]):
+            raise UnsupportedValue(f"{where}: {part.type!r}: {why}", where)
+
+
 async def _plan(
     api: ApiContext, fields: dict[str, Any], conversation: ConversationFields, context: RequestContext
 ) -> tuple[list[PartIndex], PlannedPrompt]:
     parts = media_parts(conversation.messages)
-    for place, part in parts.items():
-        if not isinstance(part, ImagePart):
-            where = media_param(*place, "type")
-            raise UnsupportedValue(f"{where}: {part.type!r} isn't taken before a vLLM server", where)
+    _check_kinds(api, parts)
     settings = MediaSettings.from_options(api.prompt_builder.planner.options, conversation.mm_processor_kwargs)
     check_parts(api, parts, settings)
     started = context.record.now()
@@ -314,6 +337,10 @@ async def _plan(
         others = {name: value for name, value in fields.items() if name != "messages"}
         build = partial(api.prompt_builder.build_items, messages, others)
         prompt = await api.executor.run(context.record.client, build)
+    planner = api.prompt_builder.planner
+    for item in prompt.items:
+        if isinstance(planner, PatchPlanner) and (why := planner.why_untimed(item.plan)):
+            raise UnsupportedValue(f"{item.param}: {why}", item.param)
     context.record.note(Interval("fetch", started, fetched), Interval("plan", fetched, context.record.now()))
     return list(parts), prompt
 

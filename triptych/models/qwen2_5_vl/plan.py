@@ -38,9 +38,24 @@ class Qwen25VLPlanner(PatchPlanner):
         """Space a video's temporal patches in proportion to time, at the frame rate of the sampled frames."""
         if not isinstance(plan.header, VideoHeader):
             return super()._grid_positions(plan, frames, height, width)
-        rate = self._sampled_fps(plan, plan.header)
-        seconds = np.float32(self._geometry.temporal_patch_size / rate)  # float32, as the reference's tensor
-        return grid_positions(frames, height, width, float(np.float32(self._positions_per_second) * seconds))
+        # float32, as the reference's tensor
+        interval = np.float32(self._positions_per_second) * np.float32(self._seconds(plan, plan.header))
+        return grid_positions(frames, height, width, float(interval))
+
+    def _seconds(self, plan: ItemPlan, header: VideoHeader) -> float:
+        """Return the seconds of a temporal patch."""
+        return self._geometry.temporal_patch_size / self._sampled_fps(plan, header)
+
+    def why_untimed(self, plan: ItemPlan) -> str:
+        """They take a second for each temporal patch."""
+        if not isinstance(plan.header, VideoHeader):
+            return ""
+        frames, usual = plan.grid[0], float(np.float32(self._positions_per_second))
+        own, told = self._grid_positions(plan, frames, 1, 1), grid_positions(frames, 1, 1, usual)
+        if np.array_equal(own.offsets, told.offsets):
+            return ""
+        seconds = self._seconds(plan, plan.header)
+        return f"vLLM takes {self._geometry.temporal_patch_size} frames for a second, and here they are {seconds:.3g} s"
 
 
 def vision_cost_model(vision: ModelConfig) -> VisionCostModel:

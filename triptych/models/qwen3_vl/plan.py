@@ -48,14 +48,16 @@ class Qwen3VLPlanner(PatchPlanner):
         if not isinstance(plan.header, VideoHeader):
             return super().placeholder(plan, spelling)
         frame = "".join(map(spelling, (self._vision_start, self.placeholder_tokens["video"], self._vision_end)))
-        times = self._timestamps(sampled_frames(plan), plan.header.rate)
-        return "".join(f"<{time:.1f} seconds>{frame}" for time in times)
+        return "".join(f"<{time:.1f} seconds>{frame}" for time in self.timestamps(plan))
 
-    def _timestamps(self, frames: tuple[int, ...], rate: float) -> list[float]:
-        """Return the time of each temporal patch in seconds: halfway between its first frame and its last."""
-        size = self._geometry.temporal_patch_size
+    def timestamps(self, plan: ItemPlan) -> Sequence[float]:
+        """Return the time of each temporal patch of a video in seconds: halfway between its first frame and its
+        last."""
+        if not isinstance(plan.header, VideoHeader):
+            return ()
+        size, frames = self._geometry.temporal_patch_size, sampled_frames(plan)
         padded = frames + frames[-1:] * (-len(frames) % size)
-        times = [frame / rate for frame in padded]
+        times = [frame / plan.header.rate for frame in padded]
         return [(times[i] + times[i + size - 1]) / 2 for i in range(0, len(times), size)]
 
     def runs(self, plan: ItemPlan) -> Sequence[int]:

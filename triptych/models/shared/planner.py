@@ -246,6 +246,14 @@ class PatchPlanner:
         """Return the template's placeholder unchanged."""
         return spelling(self.placeholder_tokens[plan.modality])
 
+    def timestamps(self, plan: ItemPlan) -> Sequence[float]:
+        """Return the times that the prompt has before an item's temporal patches, in seconds; none in most families."""
+        return ()
+
+    def why_untimed(self, plan: ItemPlan) -> str:
+        """Return why engines don't position a video right that are told its grid alone; empty if they do."""
+        return ""
+
     def runs(self, plan: ItemPlan) -> Sequence[int]:
         """Return one run of all embeddings."""
         return [plan.rows]
