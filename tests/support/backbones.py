@@ -95,6 +95,7 @@ BACKBONES: dict[str, Tiny] = {
         tie_word_embeddings=True,
         rope_scaling={"type": "linear", "factor": 2.0},
     ),
+    "smollm3": _tiny("SmolLM3", "smollm3", num_hidden_layers=4, no_rope_layer_interval=3, tie_word_embeddings=True),
     "llama4": _tiny(
         "Llama4",
         "llama4_text",

@@ -60,6 +60,7 @@ def _tiny(architecture: str, model_type: str, **settings: Any) -> Tiny:
 
 SOURCES: dict[str, Tiny] = {
     "llama": _tiny("Llama", "llama", rope_scaling={"rope_type": "linear", "factor": 2.0}),
+    "smollm3": _tiny("SmolLM3", "smollm3", num_hidden_layers=5, tie_word_embeddings=True, pad_token_id=0),
     "qwen2": _tiny("Qwen2", "qwen2", tie_word_embeddings=True),
     "qwen2moe": _tiny("Qwen2Moe", "qwen2_moe", **EXPERTS, shared_expert_intermediate_size=128, norm_topk_prob=False),
     "qwen3": _tiny("Qwen3", "qwen3"),

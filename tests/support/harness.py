@@ -62,10 +62,11 @@ class Running:
         await asyncio.to_thread(thread.join, 30)
         assert not thread.is_alive(), "an instance didn't stop"
 
-    async def answer(self, messages: Messages, cache_salt: str = "", **sampling: Any) -> list[int]:
-        """The tokens of one answer."""
+    async def answer(self, messages: Messages | str, cache_salt: str = "", **sampling: Any) -> list[int]:
+        """The tokens of one answer, to a conversation or a text."""
         service = self.frontend.api
-        prompt = service.prompt_builder.build(messages)
+        builder = service.prompt_builder
+        prompt = builder.build_text(messages) if isinstance(messages, str) else builder.build(messages)
         settings = SamplingParams(**({"max_tokens": 32, "ignore_eos": True} | sampling))
         stream = service.router.lifecycle.submit(
             RequestRecord("id", "POST", SystemClock()),
@@ -76,7 +77,7 @@ class Running:
         )
         return [token async for report in stream for token in report.tokens]
 
-    async def answers(self, requests: Sequence[Messages], **sampling: Any) -> list[list[int]]:
+    async def answers(self, requests: Sequence[Messages | str], **sampling: Any) -> list[list[int]]:
         """The tokens of several answers, asked for all at once."""
         return list(await asyncio.gather(*(self.answer(messages, **sampling) for messages in requests)))
 

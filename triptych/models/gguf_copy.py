@@ -7,7 +7,7 @@ decoder: what the format can't say, and this file doesn't know, is refused.
 import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -271,9 +271,24 @@ def _check(source: Path, made: Path, decoder: DecoderConfig) -> None:
     """Raise CheckpointError unless a file describes this decoder."""
     _, config = config_of(read_gguf(made))
     found = resolve(family_of(config).adapter)(config).decoder_config
-    for ours, theirs in zip(_plain(decoder).items(), _plain(found).items(), strict=True):
-        if ours != theirs:
-            raise CheckpointError(f"{source}: GGUF files can't say that its decoder has {ours[0]} {ours[1]!r}")
+    if (place := _difference(_plain(decoder), _plain(found))) is not None:
+        raise CheckpointError(f"{source}: GGUF files can't say what its decoder's {place}")
+
+
+def _difference(ours: Any, theirs: Any) -> str | None:
+    """Return where two decoders' parameters differ first, and ours there; None: nowhere."""
+    if ours == theirs:
+        return None
+    if is_dataclass(ours) and type(ours) is type(theirs):
+        parts = {one.name: (getattr(ours, one.name), getattr(theirs, one.name)) for one in fields(ours)}
+    elif isinstance(ours, dict):
+        parts = {name: (value, theirs[name]) for name, value in ours.items()}
+    elif isinstance(ours, list | tuple) and len(ours) == len(theirs):
+        parts = {str(number): pair for number, pair in enumerate(zip(ours, theirs, strict=True))}
+    else:
+        return f"is: {ours!r}"
+    name, found = next((name, found) for name, pair in parts.items() if (found := _difference(*pair)) is not None)
+    return f"{name} {found}"
 
 
 def _plain(decoder: DecoderConfig) -> dict[str, object]:

@@ -243,6 +243,7 @@ FAMILIES = {
     "qwen2_moe": _text("Qwen1.5-MoE, Qwen2-MoE", "qwen2_moe:QWEN2_MOE"),
     "llama": _text("Llama 2, Llama 3, SmolLM2", "llama:LLAMA"),
     "llama4_text": _text("Llama 4 (text): Scout, Maverick", "llama4:LLAMA4"),
+    "smollm3": _text("SmolLM3", "llama:SMOLLM3"),
     "mistral": _text("Mistral", "mistral:MISTRAL"),
     "ministral": _text("Ministral", "mistral:MINISTRAL"),
     "ministral3": _text("Ministral 3 (text)", "mistral:MINISTRAL3"),

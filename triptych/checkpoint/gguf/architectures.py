@@ -397,6 +397,7 @@ def tensor_name(key: str, architecture: Architecture) -> tuple[str | None, int |
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", ATTENTION | MLP | NORMS, _windows, rotated=True),
+    "smollm3": Architecture("smollm3", ATTENTION | MLP | NORMS, _windows, rotated=True),
     "mistral3": Architecture("ministral3", ATTENTION | MLP | NORMS, _ministral3, rotated=True),
     "qwen2": Architecture("qwen2", ATTENTION | MLP | NORMS, _windows),
     "qwen2vl": Architecture("qwen2", ATTENTION | MLP | NORMS, _windows),

@@ -83,6 +83,20 @@ def alternating_types(text: TextConfig, period: int) -> list[str]:
     return layer_types(text) or default
 
 
+def has_positions(text: TextConfig) -> list[bool]:
+    """Return whether each layer's queries and keys are rotated; by default, those of every fourth aren't."""
+    layers = num_layers(text)
+    flags = setting(text, "no_rope_layers", list, default=[])  # 1 where there are positions, despite its name
+    if not flags:
+        interval = setting(text, "no_rope_layer_interval", int, default=4)
+        return [(1 + index) % interval != 0 for index in range(layers)]
+    if len(flags) < layers or not all(flag in (0, 1) for flag in flags):
+        raise CheckpointError(
+            f"config.json: no_rope_layers must have a 0 or 1 for each of {layers} layers, not {flags}"
+        )
+    return [bool(flag) for flag in flags[:layers]]
+
+
 def layers_up_to(text: TextConfig, name: str, default: int) -> int:
     """Return a setting that counts layers and may be 0."""
     count = text.get(name, default)

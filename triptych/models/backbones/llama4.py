@@ -37,6 +37,7 @@ from triptych.models.backbones.base import (
     attention,
     decoder,
     gated_mlp,
+    has_positions,
     layer_types,
     listed_layers,
     num_layers,
@@ -48,15 +49,15 @@ from triptych.models.shared.settings import positive_number, setting
 def describe(text: TextConfig) -> DecoderConfig:
     """Return the decoder of ``text``. Raises CheckpointError."""
     rotated, unrotated = _mixers(text)
-    has_positions = _has_positions(text)
-    types = layer_types(text, (FULL, CHUNKED)) or [CHUNKED if one else FULL for one in has_positions]
+    rotates = has_positions(text)
+    types = layer_types(text, (FULL, CHUNKED)) or [CHUNKED if one else FULL for one in rotates]
     windows: dict[str, Window | None] = {
         FULL: None,
         CHUNKED: ChunkWindow(setting(text, "attention_chunk_size", int, default=8192)),
     }
     mixers = [
         replace(rotated if is_rotated else unrotated, window=windows[kind])
-        for is_rotated, kind in zip(has_positions, types, strict=True)
+        for is_rotated, kind in zip(rotates, types, strict=True)
     ]
     layers = [LayerSpec(mixer, ffn) for mixer, ffn in zip(mixers, _ffns(text), strict=True)]
     return decoder(text, layers, eps=1e-5, names=replace(COMMON_NAMES, renamed=((".mlp.", ".feed_forward."),)))
@@ -84,20 +85,6 @@ def _mixers(text: TextConfig) -> tuple[AttentionSpec, AttentionSpec]:
         )
     rotated = replace(heads, qk_norm=has_norm, qk_norm_weights=False)
     return rotated, replace(heads, rope=NO_POSITIONS, query_scaling=scaling)
-
-
-def _has_positions(text: TextConfig) -> list[bool]:
-    """Return whether each layer's queries and keys are rotated; by default, those of every fourth aren't."""
-    layers = num_layers(text)
-    flags = setting(text, "no_rope_layers", list, default=[])  # 1 where there are positions, despite its name
-    if not flags:
-        interval = setting(text, "no_rope_layer_interval", int, default=4)
-        return [(1 + index) % interval != 0 for index in range(layers)]
-    if len(flags) < layers or not all(flag in (0, 1) for flag in flags):
-        raise CheckpointError(
-            f"config.json: no_rope_layers must have a 0 or 1 for each of {layers} layers, not {flags}"
-        )
-    return [bool(flag) for flag in flags[:layers]]
 
 
 def _ffns(text: TextConfig) -> list[FfnSpec]:
