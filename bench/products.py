@@ -24,6 +24,8 @@ from torch.nn import functional as F
 from bench.language_limits import decoder_shapes, read_bandwidth
 from bench.measuring import like_an_instance, medians_in_turns, report
 from triptych.layers import float_product, int4, int8, native
+from triptych.layers.block_product import blocks_product
+from triptych.layers.block_weight import BlockType, BlockWeight
 from triptych.layers.float_product import FbgemmProduct, OneDnnBf16Product
 from triptych.layers.products import Product
 from triptych.measure.machine import machine
@@ -81,6 +83,15 @@ def pytorch_int4(weight: Tensor) -> Product:
     return lambda given: multiply(given.bfloat16(), packed, INT4_GROUP, scales_and_zeros)
 
 
+def blocks(weight: Tensor, kind: BlockType) -> Product:
+    """In a GGUF file's blocks of random bits: time doesn't depend on them, and no library makes all types."""
+    outputs, inputs = weight.shape
+    raw = torch.randint(0, 60, (outputs, inputs // kind.inputs * kind.num_bytes), dtype=torch.uint8)  # finite halves
+    product = blocks_product([BlockWeight(raw, kind, inputs)], None)
+    assert product is not None
+    return product
+
+
 KERNELS: dict[str, dict[str, Pack]] = {
     "fp16": {
         "ours": partial(float_product.half_product, bias=None),
@@ -110,6 +121,10 @@ KERNELS: dict[str, dict[str, Pack]] = {
     },
 }
 BYTES = {"fp16": 2, "float32": 4, "bf16": 2, "int8": 1, "int4": 0.5}
+for kind in (BlockType.Q8_0, BlockType.Q4_K, BlockType.Q6_K):
+    own: dict[str, Pack] = {"ours": partial(blocks, kind=kind)}
+    KERNELS[kind.name] = own | {f"ours, {name}": KERNELS[name]["ours"] for name in ("bf16", "int8", "int4")}
+    BYTES[kind.name] = kind.num_bytes / kind.inputs
 
 
 def layer_ms(

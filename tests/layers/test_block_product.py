@@ -72,6 +72,16 @@ class TestCompiled:
         for size in (1, 2, 4):
             assert torch.equal(torch.cat([product(some) for some in tokens.split(size)]), output)
 
+    @pytest.mark.parametrize("kind", TYPES, ids=NAMES)
+    def test_a_token_comes_to_the_same_in_any_batch(self, kind: BlockType) -> None:
+        """Whether it is multiplied by vectors or by tiles, in whole and partial parts of the inputs."""
+        inputs = 768 if kind.inputs > 32 else 544
+        product = product_of(random_blocks(kind, 70, inputs), bias=torch.randn(70))
+        tokens = torch.randn(300, inputs) * torch.rand(300, 1) * 100
+        alone = torch.cat([product(row[None]) for row in tokens])
+        for number in (*range(2, 41, 3), 300):
+            assert torch.equal(product(tokens[:number]), alone[:number])
+
     def test_extremes_fit_the_sums(self) -> None:
         """The largest numbers with activations of one sign."""
         tokens = torch.full((3, 512), 127.0)
@@ -105,7 +115,7 @@ class TestCompiled:
 
     def test_unlike_types_are_one_product(self) -> None:
         parts = [random_blocks(kind, 64, 256) for kind in TYPES] + [random_blocks(BlockType.Q5_K, 5, 256)]
-        bias, tokens = torch.randn(8 * 64 + 5), torch.randn(5, 256)
+        bias, tokens = torch.randn(8 * 64 + 5), torch.randn(40, 256)
         apart = [product_of(one, bias=some)(tokens) for one, some in zip(parts, bias.split(64), strict=True)]
         assert torch.equal(product_of(*parts, bias=bias)(tokens), torch.cat(apart, dim=1))
 

@@ -151,9 +151,9 @@ static void keep_sums(const void *sums, const void *factors, const Linear *linea
     else keep(sums, linear, rows, panel, first, count);
 }
 
-static void multiply_part_of_tiles(const Rows *rows, const char *weights, int64_t at, int64_t some, const char *later,
-                                   int64_t share, char *sums) {
-    multiply_part(rows, weights, at, some, later, share, sums, 0);
+static void multiply_part_of_tiles(const Linear *linear, const Rows *rows, int64_t panel, int64_t at, int64_t some,
+                                   int64_t ahead, char *sums) {
+    multiply_part(linear, rows, panel, depth_of(linear->inputs) * sizeof(uint16_t), at, some, ahead, sums, 0);
 }
 
 static void multiply_by_tiles(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t count) {

@@ -14,7 +14,7 @@
  * The inputs of words are in the order 0 2 4 6 1 3 5 7, as in int4.c. Four q are in a lane's bytes; their other bits are in
  * the same bytes, those of the first inputs in the lowest bits.
  */
-#include "grouped.h"
+#include "scaled_tiles.h"
 
 #ifdef __AVX512F__
 #define TOKENS 6 /* of more, sums don't stay in registers */
@@ -26,6 +26,7 @@
 #define INPUTS 32               /* of a token that share a scale */
 #define SUPER 256               /* inputs of a super-block */
 #define SMALL_TASK (256 * 1024) /* bytes of weights per task when there are few tokens */
+#define FEW_ROWS 12             /* tokens that are multiplied by vectors: by tiles the sums of 16 rows are added anyway */
 
 enum Type { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
 
@@ -34,13 +35,6 @@ typedef struct {
     const char *panels;
     int64_t type, end; /* end: number of the first panel beyond it */
 } Part;
-
-/* What a rounded token has of a block: its inputs' scale, their sum as they are rounded, and sums of its halves' rounded
- * inputs. */
-typedef struct {
-    float scale, sum;
-    int32_t halves[2];
-} Block;
 
 const int blocks_outputs = OUTPUTS;
 
@@ -64,28 +58,12 @@ inlined int64_t panel_bytes(int type, int64_t inputs) {
     return inputs / group_of(type) * group_bytes(type) + inputs / SUPER * factors_bytes(type);
 }
 
-inlined int64_t row_of(int64_t inputs) { return whole_lines(inputs + inputs / INPUTS * sizeof(Block)) + LINE; }
-
 int64_t blocks_room(const Linear *linear, int64_t tokens) {
-    return rounded_room(linear->inputs, tokens, row_of(linear->inputs));
+    return rounded_room(linear->inputs, rounded_by_tiles(tokens), rounded_bytes(linear->inputs, INPUTS));
 }
 
-/* Makes of a token int8 [inputs] and its blocks. */
 static void round_token(const Linear *linear, const float *from, float *room, void *to, int64_t step) {
-    int8s *rounded = to;
-    Block *block = (Block *)((char *)to + linear->inputs);
-    for (int64_t at = 0; at < linear->inputs; at += INPUTS, block++) {
-        float maximum = largest_magnitude(from + at, INPUTS, SMALLEST);
-        floats total[2] = {};
-        for (int64_t i = 0; i < INPUTS; i += LANES) {
-            floats whole = rounded_inputs(from, at + i, linear->inputs, LEVELS / maximum);
-            *rounded++ = __builtin_shuffle(lowest((ints)whole), (int8s)WORD_ORDER);
-            total[i >= INPUTS / 2] += whole - ROUNDING;
-        }
-        for (int half = 0; half < 2; half++) block->halves[half] = maximum == maximum ? (int32_t)sum_of(total[half]) : 0;
-        block->scale = maximum / LEVELS;
-        block->sum = block->scale * (float)(block->halves[0] + block->halves[1]);
-    }
+    round_blocks(from, linear->inputs, linear->inputs, INPUTS, to, step);
 }
 
 /* As ``dot`` and ``end`` for four weights of a type. FOURS_AT_ONCE: how many are added between ``begin`` and ``end``, as
@@ -131,6 +109,21 @@ inlined floats scales_of(const char *scales, int skipped, int half, const int in
     return widened(((const float16s *)scales)[2 * skipped + half]);
 }
 
+/* Loads a super-block's factors of scales, and those of offsets with their sign; returns what follows them. */
+inlined const char *load_factors(const char *from, floats factors[][2], const int type) {
+    for (int half = 0; half < 2; half++) {
+        factors[0][half] = scales_of(from, 0, half, 0);
+        if (has_offsets(type)) factors[1][half] = -scales_of(from, 1, half, 0);
+    }
+    return from + factors_bytes(type);
+}
+
+/* As ``scales_of`` for a group, multiplied by the factors; ``which``: 1 for offsets. */
+inlined floats scale_of(const char *scales, int which, int half, const floats factors[][2], const int type) {
+    floats found = scales_of(scales, which, half, is_super(type));
+    return is_super(type) ? found * factors[which][half] : found;
+}
+
 /* Adds a group's products of ``count`` tokens from ``from`` on to their totals. ``block``: of the first token; ``part``:
  * which part of it the group is, if it is in two. */
 inlined void multiply_group(floats totals[][2], const char *group, const floats factors[][2], const char *from,
@@ -166,10 +159,8 @@ inlined void multiply_group(floats totals[][2], const char *group, const floats 
     /* not before, because sums take the registers */
     __asm__ volatile("" ::: "memory");
     for (int half = 0; half < 2; half++) {
-        scale[half] = scales_of(scales, 0, half, is_super(type));
-        if (has_offsets(type)) offset[half] = scales_of(scales, 1, half, is_super(type));
-        if (is_super(type)) scale[half] *= factors[0][half];
-        if (is_super(type) && has_offsets(type)) offset[half] *= factors[1][half];
+        scale[half] = scale_of(scales, 0, half, factors, type);
+        if (has_offsets(type)) offset[half] = scale_of(scales, 1, half, factors, type);
     }
     for (int token = 0; token < count; token++) {
         const Block *block = (const Block *)(blocks + token * rows->stride);
@@ -183,23 +174,17 @@ inlined void multiply_group(floats totals[][2], const char *group, const floats 
 /* Computes the outputs of a panel, whose weights are at ``weights``, for ``count`` tokens from ``first`` on. */
 inlined void multiply(const Linear *linear, const Rows *rows, const char *weights, int64_t panel, int64_t first,
                       const int count, const int type) {
-    const char *from = rows->input + first * rows->stride, *blocks = from + linear->inputs;
-    floats totals[TOKENS][2] = {}, factors[2][2];
+    const char *from = rows->input + first * rows->stride, *blocks = from + whole_lines(linear->inputs);
+    floats totals[TOKENS][2] = {}, factors[2][2] = {};
     for (int64_t i = 0; i < linear->inputs; i += INPUTS, from += INPUTS, blocks += sizeof(Block)) {
-        if (is_super(type) && i % SUPER == 0) {
-            for (int half = 0; half < 2; half++) {
-                factors[0][half] = scales_of(weights, 0, half, 0);
-                if (has_offsets(type)) factors[1][half] = -scales_of(weights, 1, half, 0);
-            }
-            weights += factors_bytes(type);
-        }
+        if (is_super(type) && i % SUPER == 0) weights = load_factors(weights, factors, type);
         multiply_group(totals, weights, (const floats(*)[2])factors, from, blocks, rows, 0, count, type);
         weights += group_bytes(type);
         if (group_of(type) == INPUTS) continue;
         multiply_group(totals, weights, (const floats(*)[2])factors, from + INPUTS / 2, blocks, rows, 1, count, type);
         weights += group_bytes(type);
     }
-    keep_totals((const floats(*)[2])totals, linear, rows, panel, first, count);
+    keep_totals(totals, NULL, linear, rows, panel, first, count);
 }
 
 inlined void multiply_some(const Linear *linear, const Rows *rows, const char *weights, int64_t panel, int64_t first,
@@ -217,23 +202,72 @@ inlined void multiply_some(const Linear *linear, const Rows *rows, const char *w
     }
 }
 
-static void multiply_panels(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t count) {
-    int64_t tokens = rows->tokens, tiles = (tokens + TOKENS - 1) / TOKENS, panel = panels[0], begin = 0;
+/* Where a panel begins, and its type. */
+inlined const char *place_of_panel(const Linear *linear, int64_t panel, int64_t *type) {
     const Part *part = linear->panels;
+    int64_t begin = 0;
     while (panel >= part->end) begin = part++->end;
-    const char *weights = part->panels + (panel - begin) * panel_bytes(part->type, linear->inputs);
+    *type = part->type;
+    return part->panels + (panel - begin) * panel_bytes(*type, linear->inputs);
+}
+
+static void multiply_panels(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t count) {
+    int64_t tokens = rows->tokens, tiles = (tokens + TOKENS - 1) / TOKENS, panel = panels[0], type;
+    const char *weights = place_of_panel(linear, panel, &type);
     for (int64_t tile = 0; tile < tiles; tile++) {
         int64_t first = tokens * tile / tiles, some = tokens * (tile + 1) / tiles - first;
-        switch (part->type) {
-#define OF(type) case type: multiply_some(linear, rows, weights, panel, first, some, type); break;
+        switch (type) {
+#define OF(one) case one: multiply_some(linear, rows, weights, panel, first, some, one); break;
             OF(Q4_0) OF(Q4_1) OF(Q5_0) OF(Q5_1) OF(Q8_0) OF(Q4_K) OF(Q5_K) OF(Q6_K)
 #undef OF
         }
     }
 }
 
+/* Unpacks groups of a panel from ``weights`` on, of ``some`` inputs. */
+inlined void unpack(const char *weights, int64_t some, Unpacked *part, const int type) {
+    floats factors[2][2] = {};
+    int64_t number = 0;
+    part->step = group_of(type);
+    part->block = INPUTS;
+    part->has_offsets = has_offsets(type);
+    for (int64_t at = 0; at < some; at += group_of(type), weights += group_bytes(type), number++) {
+        if (is_super(type) && at % SUPER == 0) weights = load_factors(weights, factors, type);
+        const char *scales = weights + scales_at(type);
+        for (int half = 0; half < 2; half++) {
+            fours *to = part->weights[half] + at / 4;
+            ints more = bits_of(type) % 4 ? ((const ints *)(weights + words_bytes(type)))[half] : (ints){};
+            for (int four = 0; four < group_of(type) / 4; four++)
+                to[four] = (fours)four_of(weights, more, four, half, type) - (int8_t)zero_of(type);
+            part->scales[half][number] = scale_of(scales, 0, half, factors, type);
+            if (has_offsets(type)) part->offsets[half][number] = scale_of(scales, 1, half, factors, type);
+        }
+    }
+}
+
+static void multiply_part_of_tiles(const Linear *linear, const Rows *rows, int64_t panel, int64_t at, int64_t some,
+                                   int64_t ahead, char *sums) {
+    int64_t type, bytes;
+    const char *weights = place_of_panel(linear, panel, &type);
+    Unpacked unpacked;
+    switch (type) {
+#define OF(one) case one: unpack(weights + panel_bytes(one, at), some, &unpacked, one); break;
+        OF(Q4_0) OF(Q4_1) OF(Q5_0) OF(Q5_1) OF(Q8_0) OF(Q4_K) OF(Q5_K) OF(Q6_K)
+#undef OF
+    }
+    bytes = panel_bytes(type, linear->inputs);
+    multiply_unpacked(&unpacked, rows, at, some, linear->inputs, weights + (at + ahead) * bytes / linear->inputs,
+                      some * bytes / linear->inputs, sums);
+}
+
 void blocks_together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room) {
-    int64_t apart = row_of(linear->inputs), bytes = panel_bytes(((const Part *)linear->panels)->type, linear->inputs);
+    int64_t apart = rounded_bytes(linear->inputs, INPUTS);
+    int64_t bytes = panel_bytes(((const Part *)linear->panels)->type, linear->inputs);
+    if (tiles_are_granted && tokens > FEW_ROWS) {
+        multiply_in_blocks(linear, input, output, tokens, room, apart, linear->inputs, PART, round_token,
+                           multiply_part_of_tiles, keep_totals);
+        return;
+    }
     Rows rows = {round_together(linear, input, tokens, room, apart, 0, round_token), *output, apart, tokens};
     multiply_together(linear, &rows, bytes, 1, TOKENS, BLOCK, SMALL_TASK, multiply_panels);
 }

@@ -233,13 +233,14 @@ inlined void multiply_pair(const char *weights, const char *tokens, int64_t apar
 
 #endif
 
-static void multiply_part_of_halves(const Rows *rows, const char *weights, int64_t at, int64_t some, const char *later,
-                                    int64_t share, char *sums) {
+static void multiply_part_of_halves(const Linear *linear, const Rows *rows, int64_t panel, int64_t at, int64_t some,
+                                    int64_t ahead, char *sums) {
 #if defined __AMX_BF16__ && defined __AMX_INT8__
+    const char *weights = place_in_panels(linear, panel, depth_of(linear->inputs) * sizeof(uint16_t), at);
     char parts[SLAB * PARTS] __attribute__((aligned(64)));
     int64_t steps = some / INPUT_BYTES;
     for (int64_t step = 0; step < steps; step++)
-        split_weights(weights + step * TILE_STEP, parts + step * PARTS, 0, TILE_STEP, later - weights);
+        split_weights(weights + step * TILE_STEP, parts + step * PARTS, 0, TILE_STEP, ahead / INPUT_BYTES * TILE_STEP);
     for (int64_t pair = 0; pair * PAIR_ROWS < rows->tokens; pair++) {
         const char *tokens = rows->input + pair * PAIR_ROWS * rows->stride + at * 2 * TILE_ROWS;
         multiply_pair(parts, tokens, TILE_ROWS * rows->stride, steps, sums + pair * SUMS, at == 0);

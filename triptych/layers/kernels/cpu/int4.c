@@ -8,11 +8,9 @@
  *     words [group / 8, OUTPUTS], each with the q of eight inputs, the first in the lowest bits,
  *     scales, halves [OUTPUTS],
  *     zeros, uint8 [OUTPUTS], or offsets, halves [OUTPUTS], if the weights have them; otherwise each zero is 8.
- * A word's q are unpacked in registers for up to TOKENS tokens. Processors with AMX multiply more tokens by tiles, for
- * which q - zero are unpacked to int8.
+ * A word's q are unpacked in registers for up to TOKENS tokens. Processors with AMX multiply more tokens by tiles.
  */
-#include "grouped.h"
-#include "tile_products.h"
+#include "scaled_tiles.h"
 
 #ifdef __AVX512F__
 #define TOKENS 6 /* of more, sums don't stay in registers */
@@ -20,10 +18,8 @@
 #define TOKENS 4
 #endif
 #define STRIP 32               /* inputs whose products fit 16 bits: 32 / 2 * 15 * 128 < 2^15 */
-#define PART 512               /* inputs that are unpacked at a time, so that they stay in the L1 cache */
 #define SMALL_TASK (256 * 1024) /* bytes of weights per task when there are few tokens */
 
-typedef int8_t fours __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint8_t levels __attribute__((vector_size(LANES), aligned(1)));
 
 /* a * b, where a is in 0 to 255 and b fits 16 bits. */
@@ -45,13 +41,6 @@ typedef struct {
     int64_t row;           /* bytes of a rounded token */
 } Shape;
 
-/* What a rounded token has of a block: its inputs' scale, their sum as they are rounded, and ``excess``, which is added to
- * the sums of q * input: minus the sum of rounded inputs, to be multiplied by zeros, or times 8 if all zeros are 8. */
-typedef struct {
-    float scale, sum;
-    int32_t excess;
-} Block;
-
 const int int4_outputs = OUTPUTS;
 
 inlined Shape shape_of(const Linear *linear) {
@@ -60,31 +49,17 @@ inlined Shape shape_of(const Linear *linear) {
     shape.depth = shape.groups * linear->group;
     shape.step = least(linear->group, TILE_BYTES);
     shape.bytes = OUTPUTS * (linear->group / 2 + sizeof(uint16_t) + linear->zeros); /* as many bytes as ZEROS and OFFSETS */
-    shape.row = whole_lines(shape.depth + shape.depth / shape.step * sizeof(Block)) + LINE;
+    shape.row = rounded_bytes(shape.depth, shape.step);
     return shape;
 }
 
 int64_t int4_room(const Linear *linear, int64_t tokens) {
-    return rounded_room(linear->inputs, tokens, shape_of(linear).row);
+    return rounded_room(linear->inputs, rounded_by_tiles(tokens), shape_of(linear).row);
 }
 
-/* Makes of a token int8 [depth] and its blocks. The inputs of each word are in WORD_ORDER. */
 static void round_token(const Linear *linear, const float *from, float *room, void *to, int64_t step) {
     Shape shape = shape_of(linear);
-    int8s *rounded = to;
-    Block *block = (Block *)((char *)to + shape.depth);
-    for (int64_t at = 0; at < shape.depth; at += shape.step, block++) {
-        float maximum = largest_magnitude(from + at, least(shape.step, linear->inputs - at), SMALLEST);
-        floats total = {};
-        for (int64_t i = at; i < at + shape.step; i += LANES) {
-            floats whole = rounded_inputs(from, i, linear->inputs, LEVELS / maximum);
-            *rounded++ = __builtin_shuffle(lowest((ints)whole), (int8s)WORD_ORDER);
-            total += whole - ROUNDING;
-        }
-        block->scale = maximum / LEVELS;
-        block->sum = block->scale * sum_of(total);
-        block->excess = maximum == maximum ? (linear->zeros == MIDDLE ? -8 : -1) * (int32_t)sum_of(total) : 0;
-    }
+    round_blocks(from, linear->inputs, shape.depth, shape.step, to, step);
 }
 
 /* The zeros of a half of a panel's outputs, in the group with these scales. */
@@ -137,9 +112,10 @@ inlined void multiply_group(floats totals[][2], const Linear *linear, const char
     for (; words < scales; blocks += sizeof(Block)) {
         const char *end = words + step / 2 * OUTPUTS;
         for (int token = 0; token < count; token++) {
-            ints start = ((const Block *)(blocks + token * rows->stride))->excess - (ints){};
+            const Block *block = (const Block *)(blocks + token * rows->stride);
+            ints start = -block->halves[0] - block->halves[1] - (ints){};
             for (int half = 0; half < 2; half++)
-                sums[token][half] = kind == ZEROS ? times(zeros[half], start) : kind == OFFSETS ? (ints){} : start;
+                sums[token][half] = kind == ZEROS ? times(zeros[half], start) : kind == OFFSETS ? (ints){} : start * 8;
         }
         for (; words < end; words += STRIP / 2 * OUTPUTS, from += STRIP) multiply_strip(sums, words, from, rows, count);
         for (int token = 0; token < count; token++) {
@@ -156,7 +132,7 @@ inlined void multiply_group(floats totals[][2], const Linear *linear, const char
 inlined void multiply(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t first, const int count,
                       const int num_panels, const int kind) {
     Shape shape = shape_of(linear);
-    const char *groups[2], *from = rows->input + first * rows->stride, *blocks = from + shape.depth;
+    const char *groups[2], *from = rows->input + first * rows->stride, *blocks = from + whole_lines(shape.depth);
     int64_t some = linear->group / shape.step * sizeof(Block);
     floats totals[2][TOKENS][2] = {};
     for (int which = 0; which < num_panels; which++)
@@ -167,7 +143,7 @@ inlined void multiply(const Linear *linear, const Rows *rows, const int64_t *pan
             multiply_group(totals[which], linear, groups[which], from, blocks, rows, count, kind);
     }
     for (int which = 0; which < num_panels; which++)
-        keep_totals((const floats(*)[2])totals[which], linear, rows, panels[which], first, count);
+        keep_totals(totals[which], NULL, linear, rows, panels[which], first, count);
 }
 
 inlined void multiply_some(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, int64_t count,
@@ -209,17 +185,13 @@ static void multiply_by_vectors(const Linear *linear, const Rows *rows, const in
     }
 }
 
-/* Part of a panel, unpacked for tiles: q - zero, or q of weights with offsets, by halves of the outputs,
- * [inputs / 4, LANES, 4]; and scales and offsets of each block. */
-typedef struct {
-    fours weights[2][PART / 4];
-    floats scales[2][PART / STRIP], offsets[2][PART / STRIP];
-} __attribute__((aligned(64))) Part;
-
-inlined void unpack(const Linear *linear, const Shape *shape, const char *group, int64_t groups, Part *part) {
+/* Unpacks groups of a panel from ``group`` on, of ``some`` inputs. */
+inlined void unpack(const Linear *linear, const Shape *shape, const char *group, int64_t some, Unpacked *part) {
     fours *low = part->weights[0], *high = part->weights[1];
     int64_t blocks = linear->group / shape->step;
-    for (int64_t i = 0; i < groups; i++, group += shape->bytes) {
+    part->step = part->block = shape->step;
+    part->has_offsets = linear->zeros == OFFSETS;
+    for (int64_t i = 0; i < some / linear->group; i++, group += shape->bytes) {
         const char *scales = group + linear->group / 2 * OUTPUTS;
         fours zeros[2];
         for (int half = 0; half < 2; half++) {
@@ -241,92 +213,14 @@ inlined void unpack(const Linear *linear, const Shape *shape, const char *group,
     }
 }
 
-/* Adds the products of a tile of tokens and a part's ``count`` blocks of ``step`` inputs to the totals of a half of the
- * outputs, which stay in registers; ``blocks``: of the first token. Two blocks are being multiplied while another's sums are
- * added, because products take long to finish. */
-inlined void multiply_tile(const Part *part, const char *tokens, const char *blocks, int64_t stride, int64_t step,
-                           int64_t count, int half, floats totals[][2], const int has_offsets) {
-#ifdef __AMX_INT8__
-    const char *weights = (const char *)part->weights[half];
-    const floats *scale = part->scales[half], *offsets = part->offsets[half];
-    int64_t i = 0;
-    ints sums[TILE_ROWS] __attribute__((aligned(64)));
-    floats found[TILE_ROWS];
-    for (int row = 0; row < TILE_ROWS; row++) found[row] = totals[row][half];
-    __asm__ volatile("" ::: "memory"); /* the compiler doesn't know that tiles read memory */
-#define MULTIPLY(sum, from, by) \
-    do { \
-        _tile_zero(sum); \
-        _tile_loadd(from, tokens, stride); \
-        _tile_loadd(by, weights, TILE_BYTES); \
-        _tile_dpbssd(sum, from, by); \
-        tokens += step, weights += step * LANES; \
-    } while (0)
-#define ADD(tile) \
-    do { \
-        _tile_stored(tile, sums, TILE_BYTES); \
-        _Pragma("GCC unroll 16") \
-        for (int row = 0; row < TILE_ROWS; row++) { \
-            const Block *block = (const Block *)(blocks + row * stride); \
-            found[row] = add_scaled(found[row], sums[row], *scale, block->scale); \
-            if (has_offsets) found[row] = add_offsets(found[row], *offsets, block->sum); \
-        } \
-        scale++, offsets++, blocks += sizeof(Block); \
-    } while (0)
-    if (count >= 4) {
-        MULTIPLY(0, 4, 6);
-        MULTIPLY(1, 5, 7);
-    }
-    for (; i + 4 <= count; i += 4) {
-        MULTIPLY(2, 4, 6);
-        ADD(0);
-        MULTIPLY(3, 5, 7);
-        ADD(1);
-        if (i + 8 <= count) MULTIPLY(0, 4, 6);
-        ADD(2);
-        if (i + 8 <= count) MULTIPLY(1, 5, 7);
-        ADD(3);
-    }
-    for (; i < count; i++) {
-        MULTIPLY(0, 4, 6);
-        ADD(0);
-    }
-#undef ADD
-#undef MULTIPLY
-    for (int row = 0; row < TILE_ROWS; row++) totals[row][half] = found[row];
-#endif
-}
-
-/* One panel at a time. */
-static void multiply_by_tiles(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t num_panels) {
+static void multiply_part_of_tiles(const Linear *linear, const Rows *rows, int64_t panel, int64_t at, int64_t some,
+                                   int64_t ahead, char *sums) {
     Shape shape = shape_of(linear);
-    int64_t tiles = (rows->tokens + TILE_ROWS - 1) / TILE_ROWS, count = least(TILE_ROWS, rows->tokens), groups;
-    int64_t panel = panels[0], per_group = linear->group / shape.step;
-    const char *weights = (const char *)linear->panels + panel * shape.groups * shape.bytes;
-    floats totals[BLOCK / TILE_ROWS][TILE_ROWS][2];
-    memset(totals, 0, tiles * sizeof totals[0]);
-    for (int64_t done = 0; done < shape.groups; done += groups, weights += groups * shape.bytes) {
-        Part part;
-        groups = least(PART / linear->group, shape.groups - done);
-        unpack(linear, &shape, weights, groups, &part);
-        int64_t bytes = groups * shape.bytes, share = (bytes / tiles + 63) / 64 * 64;
-        const char *later = weights + most(bytes, rows->ahead); /* each tile prefetches its share */
-        for (int64_t tile = 0; tile < tiles; tile++, later += share) {
-            int64_t first = most(0, least(tile * TILE_ROWS, rows->tokens - TILE_ROWS)); /* so that the last one is whole */
-            const char *own = rows->input + first * rows->stride, *from = own + done * linear->group;
-            const char *blocks = own + shape.depth + done * per_group * sizeof(Block);
-            for (int64_t line = 0; line < share; line += 64) __builtin_prefetch(later + line, 0, 2);
-            if (done + groups == shape.groups) prefetch_outputs(linear, rows, panel, first, count);
-#define TILE(has_offsets) \
-    for (int half = 0; half < 2; half++) \
-    multiply_tile(&part, from, blocks, rows->stride, shape.step, groups * per_group, half, totals[tile], has_offsets)
-            if (linear->zeros == OFFSETS) TILE(1);
-            else TILE(0);
-#undef TILE
-            if (done + groups == shape.groups)
-                keep_totals((const floats(*)[2])totals[tile], linear, rows, panel, first, count);
-        }
-    }
+    const char *group = (const char *)linear->panels + (panel * shape.groups + at / linear->group) * shape.bytes;
+    Unpacked part;
+    unpack(linear, &shape, group, some, &part);
+    multiply_unpacked(&part, rows, at, some, shape.depth, group + ahead / linear->group * shape.bytes,
+                      some / linear->group * shape.bytes, sums);
 }
 
 void int4_together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room) {
@@ -334,10 +228,12 @@ void int4_together(const Linear *linear, const Input *input, const Output *outpu
     int64_t bytes = shape.groups * shape.bytes;
     /* by tiles the sums of 16 rows are added, whatever the tokens, and more often in small groups */
     int64_t few = shape.step < TILE_BYTES ? 12 : TOKENS;
-    char *rounded = round_together(linear, input, tokens, room, shape.row, 0, round_token);
-    Rows rows = {rounded, *output, shape.row, tokens, 0};
-    if (tiles_are_granted && tokens > few)
-        multiply_together_by_tiles(linear, &rows, bytes, shape.step, 1, SMALL_TASK, multiply_by_tiles);
-    else multiply_together(linear, &rows, bytes, panels_for(tokens, FOURS, TWOS), TOKENS, BLOCK, SMALL_TASK,
-                           multiply_by_vectors);
+    if (tiles_are_granted && tokens > few) {
+        multiply_in_blocks(linear, input, output, tokens, room, shape.row, shape.depth, PART, round_token,
+                           multiply_part_of_tiles, keep_totals);
+        return;
+    }
+    Rows rows = {round_together(linear, input, tokens, room, shape.row, 0, round_token), *output, shape.row, tokens, 0};
+    multiply_together(linear, &rows, bytes, panels_for(tokens, FOURS, TWOS), TOKENS, BLOCK, SMALL_TASK,
+                      multiply_by_vectors);
 }

@@ -226,9 +226,9 @@ static void multiply_by_vectors(const Linear *linear, const Rows *rows, const in
     }
 }
 
-static void multiply_part_of_tiles(const Rows *rows, const char *weights, int64_t at, int64_t some, const char *later,
-                                   int64_t share, char *sums) {
-    multiply_part(rows, weights, at, some, later, share, sums, 1);
+static void multiply_part_of_tiles(const Linear *linear, const Rows *rows, int64_t panel, int64_t at, int64_t some,
+                                   int64_t ahead, char *sums) {
+    multiply_part(linear, rows, panel, depth_of(linear->inputs), at, some, ahead, sums, 1);
 }
 
 static void multiply_by_tiles(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t count) {
@@ -252,7 +252,7 @@ void int8_together(const Linear *linear, const Input *input, const Output *outpu
 Rows int8_rounded(const Linear *linear, const Input *input, int64_t tokens, void *room) {
     int64_t apart = row_of(linear->inputs), in_tiles = tiles_are_granted && tokens > TILE_ROWS;
     int64_t once = tiles_are_granted ? TILE_ROWS : TOKENS; /* tokens for which a panel is loaded once */
-    int64_t ahead = tokens > once ? depth_of(linear->inputs) * OUTPUTS : AHEAD;
+    int64_t depth = depth_of(linear->inputs), ahead = tokens > once ? in_tiles ? depth : depth * OUTPUTS : AHEAD;
     char *rounded = round_together(linear, input, tokens, room, apart, in_tiles, round_coarsely);
     return (Rows){.input = rounded, .stride = apart, .tokens = tokens, .ahead = ahead, .in_tiles = in_tiles};
 }

@@ -23,7 +23,7 @@ typedef struct {
     const char *input;
     Output output;
     int64_t stride, tokens; /* stride: bytes of a token's inputs, with padding */
-    int64_t ahead;          /* prefetch distance in bytes of weights */
+    int64_t ahead;          /* prefetch distance in bytes of weights; in tiles, in bytes of inputs of panels */
     int64_t in_tiles;
 } Rows;
 

@@ -29,6 +29,11 @@ typedef void Keep(const void *sums, const void *factors, const Linear *linear, c
         else _tile_dpbf16ps(sum, tokens, weights); \
     } while (0)
 
+/* Where a panel's weights of the inputs from ``at`` bytes on are, of panels of ``depth`` bytes of inputs. */
+inlined const char *place_in_panels(const Linear *linear, int64_t panel, int64_t depth, int64_t at) {
+    return (const char *)linear->panels + (panel * depth + at) / INPUT_BYTES * TILE_STEP;
+}
+
 /* Multiplies a panel's weights by ``depth`` bytes of the inputs of one row after the other, ``apart`` bytes each, or of a
  * pair of tiles. ``sums`` [PAIR_ROWS, 32] are float or int32; without ``is_first`` these products are added to them.
  * Prefetches ``share`` bytes from ``later`` on for each step. */
@@ -116,16 +121,19 @@ inlined void prefetch_outputs(const Linear *linear, const Rows *rows, int64_t pa
         for (int64_t i = 0; i < count * OUTPUTS; i += LANES) __builtin_prefetch(output + i, 1, 2);
 }
 
-/* Multiplies a panel's weights of ``some`` bytes of inputs from ``at`` on by all pairs of tiles. ``sums`` are of each pair;
- * unless ``at`` is 0 these products are added to them. Prefetches ``share`` bytes from ``later`` on for each step and
- * pair. */
-typedef void PartProduct(const Rows *rows, const char *weights, int64_t at, int64_t some, const char *later,
-                         int64_t share, char *sums);
+/* Multiplies a panel's weights of ``some`` bytes of inputs from ``at`` on by all tokens. ``sums`` [tokens, 32] are added to
+ * unless ``at`` is 0. The weights that are next, for which it prefetches, are ``ahead`` bytes of inputs further, where all
+ * panels follow each other. */
+typedef void PartProduct(const Linear *linear, const Rows *rows, int64_t panel, int64_t at, int64_t some, int64_t ahead,
+                         char *sums);
 
-inlined void multiply_part(const Rows *rows, const char *weights, int64_t at, int64_t some, const char *later,
-                           int64_t share, char *sums, const int in_int8) {
-    const char *from = rows->input + at * TILE_ROWS;
-    for (int64_t pair = 0; pair * PAIR_ROWS < rows->tokens; pair++, later += some / INPUT_BYTES * share) {
+/* ``depth``: bytes of inputs of a panel. */
+inlined void multiply_part(const Linear *linear, const Rows *rows, int64_t panel, int64_t depth, int64_t at, int64_t some,
+                           int64_t ahead, char *sums, const int in_int8) {
+    const char *from = rows->input + at * TILE_ROWS, *weights = place_in_panels(linear, panel, depth, at);
+    const char *later = weights + ahead / INPUT_BYTES * TILE_STEP;
+    int64_t pairs = (rows->tokens + PAIR_ROWS - 1) / PAIR_ROWS, share = whole_lines(TILE_STEP / pairs);
+    for (int64_t pair = 0; pair < pairs; pair++, later += some / INPUT_BYTES * share) {
         const char *tokens = from + pair * PAIR_ROWS * rows->stride;
         multiply_tiles(weights, tokens, rows->stride, some, later, share, sums + pair * SUMS, at == 0, 1, in_int8);
     }
@@ -137,18 +145,14 @@ inlined void multiply_part(const Rows *rows, const char *weights, int64_t at, in
 inlined void multiply_panels_in_parts(const Linear *linear, const Rows *rows, int64_t panel, int64_t count,
                                       int64_t depth, int64_t near, PartProduct *product, Keep *keep_sums) {
     char sums[AT_ONCE][BLOCK_OF_TILES * TILE_LINE] __attribute__((aligned(64)));
-    int64_t tokens = rows->tokens, pairs = (tokens + PAIR_ROWS - 1) / PAIR_ROWS;
-    int64_t size = depth / INPUT_BYTES * TILE_STEP, factors = rows->output.is_gated ? panels_of(linear) / 2 : 0;
-    int64_t all = factors ? 2 * count : count, share = (TILE_STEP / pairs + 63) / 64 * 64;
+    int64_t tokens = rows->tokens, factors = rows->output.is_gated ? panels_of(linear) / 2 : 0;
+    int64_t all = factors ? 2 * count : count;
     for (int64_t at = 0; at < depth; at += near) {
-        int64_t some = least(near, depth - at), done = at / INPUT_BYTES * TILE_STEP;
+        int64_t some = least(near, depth - at);
         /* the next part, or the first one of the panels that this thread will process next if all are equally fast */
-        int64_t ahead = at + some < depth ? near / INPUT_BYTES * TILE_STEP : count * rows->ahead - done;
-        for (int64_t which = 0; which < all; which++) {
-            int64_t number = panel + which % count + (which < count ? 0 : factors);
-            const char *weights = (const char *)linear->panels + number * size + done;
-            product(rows, weights, at, some, weights + ahead, share, sums[which]);
-        }
+        int64_t ahead = at + some < depth ? near : count * rows->ahead - at;
+        for (int64_t which = 0; which < all; which++)
+            product(linear, rows, panel + which % count + (which < count ? 0 : factors), at, some, ahead, sums[which]);
     }
     for (int64_t first = 0; first < tokens; first += TILE_ROWS) {
         if (!rows->output.activation) prefetch_outputs(linear, rows, panel, count, first + TILE_ROWS);
@@ -175,8 +179,8 @@ inlined void multiply_in_blocks(const Linear *linear, const Input *input, const 
     begin_tiles(TILE_ROWS, INPUT_BYTES);
     for (int64_t block = 0; block < blocks; block++) {
         int64_t first = pairs * block / blocks * PAIR_ROWS, end = pairs * (block + 1) / blocks * PAIR_ROWS;
-        int64_t count = least(end, tokens) - first, bytes = depth / INPUT_BYTES * TILE_STEP;
-        Rows rows = {(const char *)input->values + first * apart, *output, apart, count, threads * bytes, 1};
+        int64_t count = least(end, tokens) - first;
+        Rows rows = {(const char *)input->values + first * apart, *output, apart, count, threads * depth, 1};
         rows.output.values += first * (output->activation ? output->stride : linear->outputs);
         if (output->added) rows.output.added += first * linear->outputs;
         if (!input->is_rounded) {
