@@ -1,7 +1,6 @@
 """Slots for work that runs at a time, shared fairly among clients."""
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,9 +48,9 @@ class FairSlots:
             if waiting.queued:
                 self._queue.remove(ticket)
             elif not waiting.granted.cancelled():
-                self._release(client, time.monotonic())  # granted and cancelled at once
+                self._release(client, asyncio.get_running_loop().time())  # granted and cancelled at once
             raise
-        return partial(self._release, client, time.monotonic())
+        return partial(self._release, client, asyncio.get_running_loop().time())
 
     def _grant(self) -> None:
         while self.num_held < self._slots and (ticket := self._queue.pop(self._may_take)):
@@ -68,5 +67,5 @@ class FairSlots:
         self._held[client] -= 1
         if not self._held[client]:
             del self._held[client]
-        self._queue.charge(client, time.monotonic() - since - ESTIMATED_SECONDS)
+        self._queue.charge(client, asyncio.get_running_loop().time() - since - ESTIMATED_SECONDS)
         self._grant()

@@ -100,10 +100,9 @@ def test_too_many_pixels() -> None:
 
 
 def test_source_limit_is_inclusive() -> None:
-    planner = Qwen3VLPlanner(CONFIG, {}, max_source_pixels=100)
-    assert planner.plan(ImageHeader("PNG", 10, 10)).rows > 0
+    assert planned(10_000, 5_000).rows > 0
     with pytest.raises(MediaTooLarge):
-        planner.plan(ImageHeader("PNG", 10, 11))
+        planned(10_000, 5_001)
 
 
 def test_aspect_ratio() -> None:

@@ -18,7 +18,7 @@ from triptych.models.qwen3_vl.plan import Qwen3VLPlanner
 from triptych.models.qwen3_vl.preprocess import Qwen3VLPreprocessor
 from triptych.models.shared.images import decode_image
 from triptych.prompt.probe import probe_image
-from triptych.types import ItemPlan
+from triptych.types import ImageHeader, ItemPlan
 
 SMALL: dict[str, Any] = {"size": {"shortest_edge": 1024, "longest_edge": 16384}, "patch_size": 16}
 QWEN3_VL: dict[str, Any] = {
@@ -226,9 +226,9 @@ def test_pillows_own_size_limit_is_disabled() -> None:
     data = b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">L", len(chunk) - 4) + chunk + struct.pack(">L", zlib.crc32(chunk)) for chunk in (header, idat)
     )
-    plan = Qwen3VLPlanner(CONFIG, SMALL, max_source_pixels=10**9).plan(probe_image(data))
+    plan = Qwen3VLPlanner(CONFIG, SMALL).plan(ImageHeader("PNG", 100, 50))
     with pytest.raises(PlanMismatch):
-        other = msgspec.structs.replace(plan, header=msgspec.structs.replace(plan.header, width=1))
+        other = msgspec.structs.replace(plan, header=ImageHeader("PNG", 1, 5_000))
         made(Qwen3VLPreprocessor(CONFIG, SMALL), data, other)
 
 
@@ -236,7 +236,7 @@ def test_pillows_own_size_limit_is_disabled() -> None:
 def test_mutated_files_raise_only_typed_errors(seed: int) -> None:
     random_source = random.Random(seed)
     preprocessor = Qwen3VLPreprocessor(CONFIG, SMALL)
-    planner = Qwen3VLPlanner(CONFIG, SMALL, max_source_pixels=10**6)
+    planner = Qwen3VLPlanner(CONFIG, SMALL)
     for _ in range(400):
         mutated = bytearray(random_file(random_source))
         for _ in range(random_source.randint(1, 4)):

@@ -59,72 +59,37 @@ def _text(name: str, backbone: str) -> Family:
     )
 
 
-QWEN2_VL = Family(
-    name="Qwen2-VL",
-    backbone=f"{BACKBONES}.qwen2:QWEN2_VL",
-    planner="triptych.models.qwen2_vl.plan:Qwen2VLPlanner",
+IMAGES, VIDEOS, ALL = ("text", "image"), ("text", "image", "video"), ("text", "image", "video", "audio")
+
+
+def _of(name: str, folder: str, classes: str, modalities: tuple[str, ...], backbone: str | None = None) -> Family:
+    """Return a family whose classes are in ``models/<folder>/{plan,preprocess,encoder}.py`` and have names that begin
+    alike. ``backbone`` is as in ``_text``."""
+    return Family(
+        name=name,
+        backbone=backbone and f"{BACKBONES}.{backbone}",
+        planner=f"triptych.models.{folder}.plan:{classes}Planner",
+        preprocessor=f"triptych.models.{folder}.preprocess:{classes}Preprocessor",
+        adapter=f"triptych.models.{folder}.encoder:{classes}",
+        modalities=modalities,
+    )
+
+
+QWEN2_VL = replace(
+    _of("Qwen2-VL", "qwen2_vl", "Qwen2VL", VIDEOS, "qwen2:QWEN2_VL"),
     preprocessor="triptych.models.shared.frames:VideoPreprocessor",
-    adapter="triptych.models.qwen2_vl.encoder:Qwen2VL",
-    modalities=("text", "image", "video"),
 )
-QWEN2_5_VL = replace(
-    QWEN2_VL,
-    name="Qwen2.5-VL",
-    planner="triptych.models.qwen2_5_vl.plan:Qwen25VLPlanner",
-    adapter="triptych.models.qwen2_5_vl.encoder:Qwen25VL",
-)
-QWEN3_VL = Family(
-    name="Qwen3-VL",
-    backbone=f"{BACKBONES}.qwen3:QWEN3_VL",
-    planner="triptych.models.qwen3_vl.plan:Qwen3VLPlanner",
-    preprocessor="triptych.models.qwen3_vl.preprocess:Qwen3VLPreprocessor",
-    adapter="triptych.models.qwen3_vl.encoder:Qwen3VL",
-    modalities=("text", "image", "video"),
-)
+QWEN3_VL = _of("Qwen3-VL", "qwen3_vl", "Qwen3VL", VIDEOS, "qwen3:QWEN3_VL")
 QWEN3_5 = replace(
     QWEN3_VL,
     name="Qwen3.5",
     backbone=f"{BACKBONES}.qwen3_5:QWEN3_5",
     adapter="triptych.models.qwen3_5.encoder:Qwen35",
 )
-GLM4V = Family(
-    name="GLM-4.1V, GLM-4.6V-Flash",
-    backbone=f"{BACKBONES}.glm:GLM4V",
-    planner="triptych.models.glm4v.plan:Glm4vPlanner",
-    preprocessor="triptych.models.glm4v.preprocess:Glm4vPreprocessor",
-    adapter="triptych.models.glm4v.encoder:Glm4v",
-    modalities=("text", "image", "video"),
-)
-QWEN3_OMNI = Family(
-    name="Qwen3-Omni-MoE (thinker)",
-    backbone=f"{BACKBONES}.qwen3:QWEN3_OMNI_MOE",
-    planner="triptych.models.qwen3_omni.plan:Qwen3OmniPlanner",
-    preprocessor="triptych.models.qwen3_omni.preprocess:Qwen3OmniPreprocessor",
-    adapter="triptych.models.qwen3_omni.encoder:Qwen3Omni",
-    modalities=("text", "image", "video", "audio"),
-)
-QWEN2_5_OMNI = Family(
-    name="Qwen2.5-Omni (thinker)",
-    backbone=f"{BACKBONES}.qwen2:QWEN2_5_OMNI",
-    planner="triptych.models.qwen2_5_omni.plan:Qwen25OmniPlanner",
-    preprocessor="triptych.models.qwen2_5_omni.preprocess:Qwen25OmniPreprocessor",
-    adapter="triptych.models.qwen2_5_omni.encoder:Qwen25Omni",
-    modalities=("text", "image", "video", "audio"),
-)
-QWEN2_AUDIO = Family(
-    name="Qwen2-Audio",
-    planner="triptych.models.qwen2_audio.plan:Qwen2AudioPlanner",
-    preprocessor="triptych.models.qwen2_audio.preprocess:Qwen2AudioPreprocessor",
-    adapter="triptych.models.qwen2_audio.encoder:Qwen2Audio",
-    modalities=("text", "audio"),
-)
-LLAVA = Family(
-    name="LLaVA-1.5",
-    planner="triptych.models.llava.plan:LlavaPlanner",
-    preprocessor="triptych.models.llava.preprocess:LlavaPreprocessor",
-    adapter="triptych.models.llava.encoder:Llava",
-    modalities=("text", "image"),
-)
+QWEN2_5_OMNI = _of("Qwen2.5-Omni (thinker)", "qwen2_5_omni", "Qwen25Omni", ALL, "qwen2:QWEN2_5_OMNI")
+QWEN3_OMNI = _of("Qwen3-Omni-MoE (thinker)", "qwen3_omni", "Qwen3Omni", ALL, "qwen3:QWEN3_OMNI_MOE")
+GLM4V = _of("GLM-4.1V, GLM-4.6V-Flash", "glm4v", "Glm4v", VIDEOS, "glm:GLM4V")
+LLAVA = _of("LLaVA-1.5", "llava", "Llava", IMAGES)
 LLAVA_NEXT = replace(
     LLAVA,
     name="LLaVA-NeXT (1.6)",
@@ -132,105 +97,12 @@ LLAVA_NEXT = replace(
     preprocessor="triptych.models.llava.next_preprocess:LlavaNextPreprocessor",
     adapter="triptych.models.llava.encoder:LlavaNext",
 )
-MISTRAL3 = Family(
-    name="Mistral Small 3.1 and 3.2, Ministral 3",
-    planner="triptych.models.mistral3.plan:Mistral3Planner",
-    preprocessor="triptych.models.mistral3.preprocess:Mistral3Preprocessor",
-    adapter="triptych.models.mistral3.encoder:Mistral3",
-    modalities=("text", "image"),
-)
-PIXTRAL = Family(
-    name="Pixtral-12B",
-    planner="triptych.models.pixtral.plan:PixtralPlanner",
-    preprocessor="triptych.models.pixtral.preprocess:PixtralPreprocessor",
-    adapter="triptych.models.pixtral.encoder:Pixtral",
-    modalities=("text", "image"),
-)
-KIMI_VL = Family(
-    name="Kimi-VL",
-    planner="triptych.models.kimi.plan:KimiVLPlanner",
-    preprocessor="triptych.models.kimi.preprocess:KimiVLPreprocessor",
-    adapter="triptych.models.kimi.encoder:KimiVL",
-    modalities=("text", "image"),
-)
-IDEFICS3 = Family(
-    name="Idefics3",
-    planner="triptych.models.idefics3.plan:Idefics3Planner",
-    preprocessor="triptych.models.idefics3.preprocess:Idefics3Preprocessor",
-    adapter="triptych.models.idefics3.encoder:Idefics3",
-    modalities=("text", "image"),
-)
-LLAMA4 = Family(
-    name="Llama 4: Scout, Maverick",
-    planner="triptych.models.llama4.plan:Llama4Planner",
-    preprocessor="triptych.models.llama4.preprocess:Llama4Preprocessor",
-    adapter="triptych.models.llama4.encoder:Llama4",
-    modalities=("text", "image"),
-)
-GEMMA3 = Family(
-    name="Gemma 3",
-    planner="triptych.models.gemma3.plan:Gemma3Planner",
-    preprocessor="triptych.models.gemma3.preprocess:Gemma3Preprocessor",
-    adapter="triptych.models.gemma3.encoder:Gemma3",
-    modalities=("text", "image"),
-)
-MINICPMV4_6 = Family(
-    name="MiniCPM-V 4.6",
-    planner="triptych.models.minicpmv.plan:MiniCPMV46Planner",
-    preprocessor="triptych.models.minicpmv.preprocess:MiniCPMV46Preprocessor",
-    adapter="triptych.models.minicpmv.encoder:MiniCPMV46",
-    modalities=("text", "image", "video"),
-)
-MINICPMV = replace(
-    MINICPMV4_6,
-    name="MiniCPM-V 2.6 and 4.5",
-    planner="triptych.models.minicpmv.plan:MiniCPMVPlanner",
-    preprocessor="triptych.models.minicpmv.preprocess:MiniCPMVPreprocessor",
-    adapter="triptych.models.minicpmv.resampler:MiniCPMV",
-)
-DEEPSEEK_OCR = Family(
-    name="DeepSeek-OCR, DeepSeek-OCR-2",
-    backbone=f"{BACKBONES}.deepseek:DEEPSEEK_OCR",
-    planner="triptych.models.deepseek_ocr.plan:DeepseekOcrPlanner",
-    preprocessor="triptych.models.deepseek_ocr.preprocess:DeepseekOcrPreprocessor",
-    adapter="triptych.models.deepseek_ocr.encoder:DeepseekOcr",
-    modalities=("text", "image"),
+DEEPSEEK_OCR = replace(
+    _of("DeepSeek-OCR, DeepSeek-OCR-2", "deepseek_ocr", "DeepseekOcr", IMAGES, "deepseek:DEEPSEEK_OCR"),
     template="triptych.models.deepseek_ocr.template:TEMPLATE",
 )
-COGVLM2 = Family(
-    name="CogVLM2 (images)",
-    backbone=f"{BACKBONES}.cogvlm2:COGVLM2",
-    planner="triptych.models.cogvlm2.plan:CogVLM2Planner",
-    preprocessor="triptych.models.cogvlm2.preprocess:CogVLM2Preprocessor",
-    adapter="triptych.models.cogvlm2.encoder:CogVLM2",
-    modalities=("text", "image"),
-    template="triptych.models.cogvlm2.template:TEMPLATE",
-    ignores_tokenizers_template=True,
-)
-GEMMA4 = Family(
-    name="Gemma 4: E2B, E4B, 26B-A4B, 31B",
-    backbone=f"{BACKBONES}.gemma4:GEMMA4",
-    planner="triptych.models.gemma4.plan:Gemma4Planner",
-    preprocessor="triptych.models.gemma4.preprocess:Gemma4Preprocessor",
-    adapter="triptych.models.gemma4.encoder:Gemma4",
-    modalities=("text", "image", "video", "audio"),
-)
-INTERNVL = Family(
-    name="InternVL3, InternVL3.5 (-hf)",
-    planner="triptych.models.internvl.plan:InternVLPlanner",
-    preprocessor="triptych.models.internvl.preprocess:InternVLPreprocessor",
-    adapter="triptych.models.internvl.encoder:InternVL",
-    modalities=("text", "image", "video"),
-)
-
-PHI4MM = Family(
-    name="Phi-4-multimodal",
-    backbone=f"{BACKBONES}.phi3:PHI3",
-    planner="triptych.models.phi4mm.plan:Phi4MMPlanner",
-    preprocessor="triptych.models.phi4mm.preprocess:Phi4MMPreprocessor",
-    adapter="triptych.models.phi4mm.encoder:Phi4MM",
-    modalities=("text", "image", "audio"),
-)
+INTERNVL = _of("InternVL3, InternVL3.5 (-hf)", "internvl", "InternVL", VIDEOS)
+PHI4MM = _of("Phi-4-multimodal", "phi4mm", "Phi4MM", ("text", "image", "audio"), "phi3:PHI3")
 
 WITH_TOWER = "+"
 FAMILIES = {
@@ -261,22 +133,30 @@ FAMILIES = {
     "gemma4_text": _text("Gemma 4 (text)", "gemma4:GEMMA4"),
     "gpt_oss": _text("gpt-oss", "gpt_oss:GPT_OSS"),
     "qwen2_vl": QWEN2_VL,
-    "qwen2_5_vl": QWEN2_5_VL,
+    "qwen2_5_vl": replace(
+        QWEN2_VL,
+        name="Qwen2.5-VL",
+        planner="triptych.models.qwen2_5_vl.plan:Qwen25VLPlanner",
+        adapter="triptych.models.qwen2_5_vl.encoder:Qwen25VL",
+    ),
     "qwen3_vl": QWEN3_VL,
     "qwen3_vl_moe": replace(QWEN3_VL, name="Qwen3-VL-MoE", backbone=f"{BACKBONES}.qwen3:QWEN3_VL_MOE"),
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": replace(QWEN3_5, name="Qwen3.5-MoE", backbone=f"{BACKBONES}.qwen3_5:QWEN3_5_MOE"),
-    "qwen2_audio": QWEN2_AUDIO,
+    "qwen2_audio": _of("Qwen2-Audio", "qwen2_audio", "Qwen2Audio", ("text", "audio")),
     "qwen2_5_omni": QWEN2_5_OMNI,
     "qwen2_5_omni_thinker": QWEN2_5_OMNI,
     "qwen3_omni_moe": QWEN3_OMNI,
     "qwen3_omni_moe_thinker": QWEN3_OMNI,
-    "minicpmv4_6": MINICPMV4_6,
-    "minicpmv": MINICPMV,
+    "minicpmv4_6": _of("MiniCPM-V 4.6", "minicpmv", "MiniCPMV46", VIDEOS),
+    "minicpmv": replace(
+        _of("MiniCPM-V 2.6 and 4.5", "minicpmv", "MiniCPMV", VIDEOS),
+        adapter="triptych.models.minicpmv.resampler:MiniCPMV",
+    ),
     "glm4v": GLM4V,
     "glm46v": replace(GLM4V, name="GLM-4.6V-Flash"),
     "glm4v_moe": replace(GLM4V, name="GLM-4.5V, GLM-4.6V", backbone=f"{BACKBONES}.glm4_moe:GLM4V_MOE"),
-    "gemma4+gemma4_vision": GEMMA4,
+    "gemma4+gemma4_vision": _of("Gemma 4: E2B, E4B, 26B-A4B, 31B", "gemma4", "Gemma4", ALL, "gemma4:GEMMA4"),
     "llava": LLAVA,
     "llava_next": LLAVA_NEXT,
     "llava_onevision": replace(
@@ -284,32 +164,25 @@ FAMILIES = {
         name="LLaVA-OneVision",
         planner="triptych.models.llava.next_plan:LlavaOneVisionPlanner",
         preprocessor="triptych.models.llava.next_preprocess:LlavaOneVisionPreprocessor",
-        modalities=("text", "image", "video"),
+        modalities=VIDEOS,
     ),
-    "llava+pixtral": PIXTRAL,
-    "mistral3": MISTRAL3,
-    "llama4": LLAMA4,
-    "gemma3": GEMMA3,
-    "kimi_vl": KIMI_VL,
-    "kimi_k25": replace(
-        KIMI_VL,
-        name="Kimi K2.5, Kimi K2.6",
-        planner="triptych.models.kimi.plan:KimiK25Planner",
-        preprocessor="triptych.models.kimi.preprocess:KimiK25Preprocessor",
-        adapter="triptych.models.kimi.encoder:KimiK25",
-        modalities=("text", "image", "video"),
-    ),
-    "idefics3": IDEFICS3,
+    "llava+pixtral": _of("Pixtral-12B", "pixtral", "Pixtral", IMAGES),
+    "mistral3": _of("Mistral Small 3.1 and 3.2, Ministral 3", "mistral3", "Mistral3", IMAGES),
+    "llama4": _of("Llama 4: Scout, Maverick", "llama4", "Llama4", IMAGES),
+    "gemma3": _of("Gemma 3", "gemma3", "Gemma3", IMAGES),
+    "kimi_vl": _of("Kimi-VL", "kimi", "KimiVL", IMAGES),
+    "kimi_k25": _of("Kimi K2.5, Kimi K2.6", "kimi", "KimiK25", VIDEOS),
+    "idefics3": _of("Idefics3", "idefics3", "Idefics3", IMAGES),
     "smolvlm": replace(
-        IDEFICS3,
-        name="SmolVLM, SmolVLM2",
-        planner="triptych.models.idefics3.plan:SmolVLMPlanner",
-        preprocessor="triptych.models.idefics3.preprocess:SmolVLMPreprocessor",
-        modalities=("text", "image", "video"),
+        _of("SmolVLM, SmolVLM2", "idefics3", "SmolVLM", VIDEOS), adapter="triptych.models.idefics3.encoder:Idefics3"
     ),
     "deepseek_vl_v2": DEEPSEEK_OCR,
     "deepseek_ocr2": replace(DEEPSEEK_OCR, name="DeepSeek-OCR-2 (Transformers)"),
-    "cogvlm2": COGVLM2,
+    "cogvlm2": replace(
+        _of("CogVLM2 (images)", "cogvlm2", "CogVLM2", IMAGES, "cogvlm2:COGVLM2"),
+        template="triptych.models.cogvlm2.template:TEMPLATE",
+        ignores_tokenizers_template=True,
+    ),
     "internvl": INTERNVL,
     "phi4_multimodal": replace(PHI4MM, name="Phi-4-multimodal (transformers' files)"),
     "phi4mm": PHI4MM,

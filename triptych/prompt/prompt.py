@@ -28,7 +28,7 @@ from triptych.messages.identity import ModelIdentity, update_with_length
 from triptych.models.backbones.rope import short_length
 from triptych.models.base import MediaToken, Planner, Positions
 from triptych.models.registry import family_of, identity_of, resolve
-from triptych.models.shared.planner import GIVEN, PatchPlanner
+from triptych.models.shared.patch_planner import GIVEN, PatchPlanner
 from triptych.models.shared.settings import text_section
 from triptych.prompt.caps import MediaBudget, MediaCaps
 from triptych.prompt.fitting import Fitter, name_message, place_of

@@ -12,7 +12,6 @@ from triptych.models.cogvlm2.config import check_template, eva_config, image_tok
 from triptych.models.cogvlm2.template import IMAGE
 from triptych.models.shared.mrope import MediaPositions, mrope_positions
 from triptych.models.shared.plain_planner import PlainPlanner
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS
 from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan, Placement
 
 
@@ -23,12 +22,7 @@ class CogVLM2Planner(PlainPlanner):
     template_texts: Mapping[str, str] = {"image": IMAGE}
 
     def __init__(
-        self,
-        config: ModelConfig,
-        preprocessor_config: dict[str, Any],
-        video_config: dict[str, Any] | None = None,
-        *,
-        max_source_pixels: int = MAX_SOURCE_PIXELS,
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
         check_template(config)
         self._vision = vision = eva_config(config)
@@ -36,7 +30,6 @@ class CogVLM2Planner(PlainPlanner):
             {"image": image_token(config)},
             context_length=context_length(config),
             max_image_pixels=vision.image_size**2,
-            max_source_pixels=max_source_pixels,
         )
         self._part = ItemPart(((0, vision.rows),), vision.side**2, vision.cost, VISION)
         # rows of an image share one position, but for those that begin and end it

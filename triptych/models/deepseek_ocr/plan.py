@@ -7,7 +7,6 @@ from triptych.models.base import AREA_OPTIONS, VISION, ModelConfig, at_most
 from triptych.models.deepseek_ocr.config import image_token, ocr_config, text_config
 from triptych.models.deepseek_ocr.views import BASE_SIZE, CROP_MODE, IMAGE_SIZE, Views
 from triptych.models.shared.plain_planner import PlainPlanner
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS
 from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan
 
 
@@ -15,12 +14,7 @@ class DeepseekOcrPlanner(PlainPlanner):
     """``Planner`` of both models. Raises CheckpointError for a missing key or a value of the wrong type."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        preprocessor_config: dict[str, Any],
-        video_config: dict[str, Any] | None = None,
-        *,
-        max_source_pixels: int = MAX_SOURCE_PIXELS,
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
         ocr = ocr_config(config)
         self._sam = ocr.sam
@@ -31,7 +25,6 @@ class DeepseekOcrPlanner(PlainPlanner):
             {"image": image_token(config)},
             context_length=context_length(text_config(config)),
             max_image_pixels=max(self._views.grids.max_pixels, self._views.whole**2),
-            max_source_pixels=max_source_pixels,
         )
         self._parts: dict[tuple[tuple[int, int] | None, int, bool], tuple[ItemPart, ...]] = {}
 

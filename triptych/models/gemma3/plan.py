@@ -11,7 +11,6 @@ from triptych.models.base import VISION, MediaToken, ModelConfig
 from triptych.models.gemma3.config import text_config, token, vision_config
 from triptych.models.gemma3.pan_and_scan import OPTIONS, PanAndScan
 from triptych.models.shared.plain_planner import PlainPlanner
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS
 from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan
 
 IMAGE = "<start_of_image>"
@@ -25,12 +24,7 @@ class Gemma3Planner(PlainPlanner):
     template_texts: Mapping[str, str] = {"image": IMAGE}
 
     def __init__(
-        self,
-        config: ModelConfig,
-        preprocessor_config: dict[str, Any],
-        video_config: dict[str, Any] | None = None,
-        *,
-        max_source_pixels: int = MAX_SOURCE_PIXELS,
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
         self._vision = vision = vision_config(config)
         self._pan_and_scan = PanAndScan.from_config(preprocessor_config)
@@ -39,7 +33,6 @@ class Gemma3Planner(PlainPlanner):
             {"image": image},
             context_length=context_length(text_config(config)),
             max_image_pixels=vision.clip.image_size**2,
-            max_source_pixels=max_source_pixels,
         )
         self._start, self._end = token(config, "boi"), token(config, "eoi")
         self.media_tokens = frozenset((image, self._start, self._end))

@@ -16,7 +16,7 @@ from triptych.models.gemma4.geometry import OPTION, BudgetGeometry, frame_geomet
 from triptych.models.gemma4.speech import SpeechFeatures, WholeClip
 from triptych.models.shared.audio import plan_audio
 from triptych.models.shared.plain_planner import PlainPlanner
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS, VisionCostModel, patches_plan
+from triptych.models.shared.planner import VisionCostModel, patches_plan
 from triptych.models.shared.video import IntervalStartSampling, frame_sampling, sampled_frames
 from triptych.types import AudioHeader, ImageHeader, ItemContext, ItemPlan, VideoHeader
 
@@ -27,12 +27,7 @@ class Gemma4Planner(PlainPlanner):
     options = AREA_OPTIONS | FRAME_OPTIONS | {OPTION: at_most(2**16)}
 
     def __init__(
-        self,
-        config: ModelConfig,
-        preprocessor_config: dict[str, Any],
-        video_config: dict[str, Any] | None = None,
-        *,
-        max_source_pixels: int = MAX_SOURCE_PIXELS,
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
         vision = vision_config(config)
         self._geometry = BudgetGeometry.from_configs(config, preprocessor_config)
@@ -52,7 +47,6 @@ class Gemma4Planner(PlainPlanner):
             {kind: token(config, f"{kind}_token_id") for kind in markers},
             context_length=context_length(text_config(config)),
             max_image_pixels=self._geometry.max_pixels,
-            max_source_pixels=max_source_pixels,
         )
         self._markers = markers
         self._has_spans = has_spans(config)

@@ -11,7 +11,8 @@ from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, SIZE_OPTIONS, Medi
 from triptych.models.glm4v.geometry import GlmImageGeometry, half_bounds
 from triptych.models.glm4v.video import Glm46Sampling, GlmSampling, GlmVideoGeometry, is_newer
 from triptych.models.shared.mrope import MediaPositions, grid_positions
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS, PatchPlanner, VisionCostModel
+from triptych.models.shared.patch_planner import PatchPlanner
+from triptych.models.shared.planner import VisionCostModel
 from triptych.models.shared.settings import setting
 from triptych.models.shared.video import sampled_frames
 from triptych.types import MODEL_SIZE, ItemContext, ItemPlan, PixelBounds, VideoHeader
@@ -31,12 +32,7 @@ class Glm4vPlanner(PatchPlanner):
     template_texts: Mapping[str, str] = {"video": VIDEO}
 
     def __init__(
-        self,
-        config: ModelConfig,
-        preprocessor_config: dict[str, Any],
-        video_config: dict[str, Any] | None = None,
-        *,
-        max_source_pixels: int = MAX_SOURCE_PIXELS,
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
         super().__init__(
             config,
@@ -49,7 +45,6 @@ class Glm4vPlanner(PatchPlanner):
                 mlp_matrices=3,
             ),
             media_tokens=MARKERS,
-            max_source_pixels=max_source_pixels,
         )
         image = self.placeholder_tokens["image"]
         self.placeholder_tokens = {"image": image, "video": image}

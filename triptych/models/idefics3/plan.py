@@ -15,7 +15,6 @@ from triptych.models.idefics3.tiles import EdgeTiles
 from triptych.models.idefics3.video import SmolSampling, described
 from triptych.models.shared.geometry import edge_bounds
 from triptych.models.shared.plain_planner import PlainPlanner, check_no_bounds
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS
 from triptych.models.shared.video import frames_plan, sampled_frames
 from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan, VideoHeader
 
@@ -39,12 +38,7 @@ class Idefics3Planner(PlainPlanner):
     options = AREA_OPTIONS | SIZE_OPTIONS
 
     def __init__(
-        self,
-        config: ModelConfig,
-        preprocessor_config: dict[str, Any],
-        video_config: dict[str, Any] | None = None,
-        *,
-        max_source_pixels: int = MAX_SOURCE_PIXELS,
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
         self._vision = vision_config(config)
         self._tiles = EdgeTiles.from_config(preprocessor_config, self._vision.clip.image_size)
@@ -52,7 +46,6 @@ class Idefics3Planner(PlainPlanner):
             {"image": image_token(config)},
             context_length=context_length(text_config(config)),
             max_image_pixels=self._tiles.max_pixels,
-            max_source_pixels=max_source_pixels,
         )
         self.media_tokens = frozenset((image_token(config), AROUND, WHOLE))
         across = range(1, max(math.isqrt(self._tiles.max_pixels) // self._tiles.factor, KNOWN_ACROSS) + 1)
@@ -102,14 +95,9 @@ class SmolVLMPlanner(Idefics3Planner):
     template_texts: Mapping[str, str] = {"video": VIDEO}
 
     def __init__(
-        self,
-        config: ModelConfig,
-        preprocessor_config: dict[str, Any],
-        video_config: dict[str, Any] | None = None,
-        *,
-        max_source_pixels: int = MAX_SOURCE_PIXELS,
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
-        super().__init__(config, preprocessor_config, max_source_pixels=max_source_pixels)
+        super().__init__(config, preprocessor_config)
         self.placeholder_tokens = {kind: image_token(config) for kind in ("image", "video")}
         self._sampling = SmolSampling.from_config(video_config or {}, 1)
 

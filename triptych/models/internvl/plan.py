@@ -22,7 +22,7 @@ from triptych.models.internvl.config import (
     vision_config,
 )
 from triptych.models.shared.plain_planner import PlainPlanner, check_no_bounds
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS, VisionCostModel
+from triptych.models.shared.planner import VisionCostModel
 from triptych.models.shared.video import IntervalMiddleSampling, frame_sampling, frames_plan
 from triptych.types import MODEL_BOUNDS, ImageHeader, ItemContext, ItemPart, ItemPlan, PixelBounds, VideoHeader
 
@@ -47,12 +47,7 @@ class InternVLPlanner(PlainPlanner):
     markers = frozenset((IMAGE_START, IMAGE_END))
 
     def __init__(
-        self,
-        config: ModelConfig,
-        preprocessor_config: dict[str, Any],
-        video_config: dict[str, Any] | None = None,
-        *,
-        max_source_pixels: int = MAX_SOURCE_PIXELS,
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
         tile_config = tile_settings(config, preprocessor_config)
         frame_config = frame_settings(config, preprocessor_config, video_config)
@@ -63,7 +58,6 @@ class InternVLPlanner(PlainPlanner):
             {"image": image_token(config), "video": image_token(config)},
             context_length=context_length(text_config(config)),
             max_image_pixels=self._grids.max_pixels,
-            max_source_pixels=max_source_pixels,
         )
         self._has_thumbnail = has_thumbnail(original)
         self.template_texts = {"video": VIDEO} | ({"image": ORIGINAL_IMAGE} if is_original(config) else {})

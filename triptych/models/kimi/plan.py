@@ -10,7 +10,7 @@ from triptych.models.kimi.config import image_token, text_config, vision_config
 from triptych.models.kimi.geometry import KimiK25Geometry, KimiVLGeometry, PaddedGeometry
 from triptych.models.kimi.video import ChunkSampling, FrameGeometry, chunk_size, timestamp
 from triptych.models.shared.plain_planner import PlainPlanner
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS, VisionCostModel, check_aspect_ratio, patches_plan
+from triptych.models.shared.planner import VisionCostModel, check_aspect_ratio, patches_plan
 from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan, VideoHeader
 
 VIDEO = "<|kimi_k25_video_placeholder|>"
@@ -25,12 +25,7 @@ class KimiVLPlanner(PlainPlanner):
     """Tokens that templates have around a placeholder."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        preprocessor_config: dict[str, Any],
-        video_config: dict[str, Any] | None = None,
-        *,
-        max_source_pixels: int = MAX_SOURCE_PIXELS,
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
         vision = vision_config(config)
         self._geometry = self.geometry.from_configs(config, preprocessor_config)
@@ -39,7 +34,6 @@ class KimiVLPlanner(PlainPlanner):
             {"image": image_token(config)},
             context_length=context_length(text_config(config)),
             max_image_pixels=self._geometry.max_pixels,
-            max_source_pixels=max_source_pixels,
         )
         self.media_tokens = frozenset((image_token(config), *self.around))
 
@@ -59,14 +53,9 @@ class KimiK25Planner(KimiVLPlanner):
     template_texts: Mapping[str, str] = {"video": VIDEO}
 
     def __init__(
-        self,
-        config: ModelConfig,
-        preprocessor_config: dict[str, Any],
-        video_config: dict[str, Any] | None = None,
-        *,
-        max_source_pixels: int = MAX_SOURCE_PIXELS,
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
-        super().__init__(config, preprocessor_config, max_source_pixels=max_source_pixels)
+        super().__init__(config, preprocessor_config)
         self.placeholder_tokens = dict.fromkeys(("image", "video"), image_token(config))
         self._frames = FrameGeometry.from_configs(config, video_config or {})
         self._chunk = chunk_size(config, video_config or {})

@@ -13,7 +13,6 @@ from triptych.models.base import AREA_OPTIONS, VISION, MediaToken, ModelConfig, 
 from triptych.models.llama4.config import image_token, text_config, vision_config
 from triptych.models.llama4.tiles import CanvasTiles
 from triptych.models.shared.plain_planner import PlainPlanner
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS
 from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan, PixelBounds
 
 START, END, WHOLE = "<|image_start|>", "<|image_end|>", "<|image|>"
@@ -29,12 +28,7 @@ class Llama4Planner(PlainPlanner):
     options = AREA_OPTIONS | {"max_patches": at_most(2**16), "resize_to_max_canvas": bool}
 
     def __init__(
-        self,
-        config: ModelConfig,
-        preprocessor_config: dict[str, Any],
-        video_config: dict[str, Any] | None = None,
-        *,
-        max_source_pixels: int = MAX_SOURCE_PIXELS,
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
         self._vision = vision_config(config)
         self._tiles = CanvasTiles.from_config(preprocessor_config, self._vision.clip.image_size)
@@ -42,7 +36,6 @@ class Llama4Planner(PlainPlanner):
             {"image": image_token(config)},
             context_length=context_length(text_config(config)),
             max_image_pixels=self._tiles.max_pixels,
-            max_source_pixels=max_source_pixels,
         )
         self.template_texts = {"image": WHOLE}
         self.media_tokens = frozenset((image_token(config), START, END, WHOLE, NEXT_COLUMN, NEXT_ROW))

@@ -7,7 +7,7 @@ from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, VISION, ModelConfi
 from triptych.models.llava.anyres import AnyResolution, ImageView, frame_layout
 from triptych.models.llava.config import image_token, text_config, tile_config, video_token
 from triptych.models.shared.plain_planner import PlainPlanner, check_no_bounds
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS
+from triptych.models.shared.planner import check_square_size
 from triptych.models.shared.video import IntervalStartSampling, frame_sampling, frames_plan
 from triptych.types import (
     MODEL_BOUNDS,
@@ -28,12 +28,7 @@ class LlavaNextPlanner(PlainPlanner):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        preprocessor_config: dict[str, Any],
-        video_config: dict[str, Any] | None = None,
-        *,
-        max_source_pixels: int = MAX_SOURCE_PIXELS,
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
         self._tile = tile_config(config).clip
         self._anyres = AnyResolution.from_configs(config, preprocessor_config, self._tile.image_size, self._tile.side)
@@ -41,7 +36,6 @@ class LlavaNextPlanner(PlainPlanner):
             {"image": image_token(config)},
             context_length=context_length(text_config(config)),
             max_image_pixels=self._anyres.max_pixels,
-            max_source_pixels=max_source_pixels,
         )
 
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
@@ -80,14 +74,9 @@ class LlavaOneVisionPlanner(LlavaNextPlanner):
     options = AREA_OPTIONS | FRAME_OPTIONS
 
     def __init__(
-        self,
-        config: ModelConfig,
-        preprocessor_config: dict[str, Any],
-        video_config: dict[str, Any] | None = None,
-        *,
-        max_source_pixels: int = MAX_SOURCE_PIXELS,
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
-        super().__init__(config, preprocessor_config, video_config, max_source_pixels=max_source_pixels)
+        super().__init__(config, preprocessor_config, video_config)
         self.placeholder_tokens = {**self.placeholder_tokens, "video": video_token(config)}
         self.media_tokens = frozenset(self.placeholder_tokens.values())
         self._sampling = frame_sampling(IntervalStartSampling, video_config or {})
@@ -96,7 +85,7 @@ class LlavaOneVisionPlanner(LlavaNextPlanner):
         """Plan an image; each of several is one tile, whatever the bounds, as in transformers' processor. The plan has
         no bounds then, so that equal pixels have equal plans."""
         if context.siblings:
-            self._check_square(header)
+            check_square_size(header.width, header.height)
             return self._plan_views(header, MODEL_BOUNDS, self._anyres.square())
         return super()._plan_image(header, context)
 

@@ -9,7 +9,7 @@ from triptych.models.backbones.rope import context_length
 from triptych.models.base import NO_OPTIONS, VISION, ModelConfig
 from triptych.models.llava.config import image_token, text_config, vision_config
 from triptych.models.shared.plain_planner import PlainPlanner
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS
+from triptych.models.shared.planner import check_square_size
 from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan
 
 
@@ -19,12 +19,7 @@ class LlavaPlanner(PlainPlanner):
     options = NO_OPTIONS
 
     def __init__(
-        self,
-        config: ModelConfig,
-        preprocessor_config: dict[str, Any],
-        video_config: dict[str, Any] | None = None,
-        *,
-        max_source_pixels: int = MAX_SOURCE_PIXELS,
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
         self._vision = vision = vision_config(config)
         self._pads = bool(preprocessor_config.get("do_pad"))
@@ -32,14 +27,13 @@ class LlavaPlanner(PlainPlanner):
             {"image": image_token(config)},
             context_length=context_length(text_config(config)),
             max_image_pixels=vision.clip.image_size**2,
-            max_source_pixels=max_source_pixels,
         )
         self._part = ItemPart(((0, vision.rows),), vision.clip.side**2, vision.clip.cost, VISION)
 
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """``bounds``, those of ``detail: low``, change nothing: all images become as large."""
         if self._pads:
-            self._check_square(header)
+            check_square_size(header.width, header.height)
         vision = self._vision
         return ItemPlan(
             modality="image",

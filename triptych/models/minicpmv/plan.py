@@ -30,7 +30,7 @@ from triptych.models.minicpmv.sampling import (
 from triptych.models.minicpmv.slices import Cut, Slices
 from triptych.models.shared.geometry import PREPROCESSOR_FILE
 from triptych.models.shared.plain_planner import PlainPlanner, check_no_bounds
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS, VisionCostModel
+from triptych.models.shared.planner import VisionCostModel
 from triptych.models.shared.settings import setting
 from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan, MediaHeader, VideoHeader
 
@@ -152,12 +152,7 @@ class MiniCPMV46Planner(SlicePlanner):
     """``downsample_mode`` 4x makes four times as many embeddings as 16x."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        preprocessor_config: dict[str, Any],
-        video_config: dict[str, Any] | None = None,
-        *,
-        max_source_pixels: int = MAX_SOURCE_PIXELS,
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
         self._vision = vision_config(config)
         self._slices = image_slices(config, preprocessor_config)
@@ -168,7 +163,6 @@ class MiniCPMV46Planner(SlicePlanner):
             {modality: setting(config, f"{modality}_token_id", int) for modality in ("image", "video")},
             context_length=context_length(text_config(config)),
             max_image_pixels=self._slices.max_pixels,
-            max_source_pixels=max_source_pixels,
         )
         self.media_tokens |= MARKERS
 
@@ -207,12 +201,7 @@ class MiniCPMVPlanner(SlicePlanner):
     _between_frames = "\n"
 
     def __init__(
-        self,
-        config: ModelConfig,
-        preprocessor_config: dict[str, Any],
-        video_config: dict[str, Any] | None = None,
-        *,
-        max_source_pixels: int = MAX_SOURCE_PIXELS,
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
         vision, self._slices = original_vision_config(config), original_slices(config, preprocessor_config)
         queries = query_num(config, preprocessor_config)
@@ -227,7 +216,6 @@ class MiniCPMVPlanner(SlicePlanner):
             {"image": PLACEHOLDER, "video": PLACEHOLDER},
             context_length=context_length(original_text_config(config)),
             max_image_pixels=self._slices.max_pixels,
-            max_source_pixels=max_source_pixels,
         )
         self.media_tokens |= MARKERS
 

@@ -7,24 +7,17 @@ from triptych.models.base import ModelConfig
 from triptych.models.mistral3.config import image_token, text_config, vision_config
 from triptych.models.mistral3.geometry import Mistral3Geometry
 from triptych.models.shared.marked_rows import MarkedRowsPlanner
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS
 
 
 class Mistral3Planner(MarkedRowsPlanner):
     """``Planner`` of this family. Raises CheckpointError for a missing key or a value of the wrong type."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        preprocessor_config: dict[str, Any],
-        video_config: dict[str, Any] | None = None,
-        *,
-        max_source_pixels: int = MAX_SOURCE_PIXELS,
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
         super().__init__(
             vision_config(config),
             Mistral3Geometry.from_configs(config, preprocessor_config),
             image_token(config),
             context_length=context_length(text_config(config)),
-            max_source_pixels=max_source_pixels,
         )

@@ -9,7 +9,6 @@ from triptych.models.phi4mm.audio import RATE, STRIDE, LogFilterbank, audio_conf
 from triptych.models.phi4mm.config import SPEECH_LORA, VISION_LORA, audio_token, image_token, loras, vision_config
 from triptych.models.phi4mm.tiles import canvas_of, grid_of, most_tiles
 from triptych.models.shared.plain_planner import PlainPlanner
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS
 from triptych.types import AudioHeader, ImageHeader, ItemContext, ItemPart, ItemPlan
 
 LORA_OF = {"image": VISION_LORA, "audio": SPEECH_LORA}
@@ -29,12 +28,7 @@ class Phi4MMPlanner(PlainPlanner):
     options = OPTIONS
 
     def __init__(
-        self,
-        config: ModelConfig,
-        preprocessor_config: dict[str, Any],
-        video_config: dict[str, Any] | None = None,
-        *,
-        max_source_pixels: int = MAX_SOURCE_PIXELS,
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
         self._vision = vision_config(config)
         self._tile = self._vision.clip
@@ -43,7 +37,6 @@ class Phi4MMPlanner(PlainPlanner):
             {"image": image_token(config), "audio": audio_token(config)},
             context_length=context_length(config),
             max_image_pixels=self._most * self._tile.image_size**2,
-            max_source_pixels=max_source_pixels,
         )
         self._audio = audio_config(config)
         check_extractor(preprocessor_config)

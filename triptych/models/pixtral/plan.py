@@ -8,24 +8,17 @@ from triptych.models.llava.config import image_token, text_config
 from triptych.models.pixtral.config import vision_config
 from triptych.models.pixtral.geometry import PixtralGeometry
 from triptych.models.shared.marked_rows import MarkedRowsPlanner
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS
 
 
 class PixtralPlanner(MarkedRowsPlanner):
     """``Planner`` of this family. Raises CheckpointError for a missing key or a value of the wrong type."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        preprocessor_config: dict[str, Any],
-        video_config: dict[str, Any] | None = None,
-        *,
-        max_source_pixels: int = MAX_SOURCE_PIXELS,
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
         super().__init__(
             vision_config(config),
             PixtralGeometry.from_configs(config, preprocessor_config),
             image_token(config),
             context_length=context_length(text_config(config)),
-            max_source_pixels=max_source_pixels,
         )

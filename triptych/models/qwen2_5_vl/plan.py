@@ -10,7 +10,8 @@ import numpy as np
 
 from triptych.models.base import ModelConfig
 from triptych.models.shared.mrope import MediaPositions, grid_positions
-from triptych.models.shared.planner import PatchPlanner, VisionCostModel
+from triptych.models.shared.patch_planner import PatchPlanner
+from triptych.models.shared.planner import VisionCostModel
 from triptych.models.shared.settings import setting, text_section
 from triptych.models.shared.video import IntervalStartSampling, PerFrameGeometry
 from triptych.types import ItemPlan, VideoHeader

@@ -7,7 +7,8 @@ transformers.
 from typing import Any
 
 from triptych.models.base import ModelConfig
-from triptych.models.shared.planner import PatchPlanner, VisionCostModel
+from triptych.models.shared.patch_planner import PatchPlanner
+from triptych.models.shared.planner import VisionCostModel
 from triptych.models.shared.settings import setting, text_section
 from triptych.models.shared.video import IntervalStartSampling, PerFrameGeometry
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from triptych.models.base import MediaToken, ModelConfig
 from triptych.models.shared.mrope import MediaPositions, grid_positions
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS, PatchPlanner, VisionCostModel
+from triptych.models.shared.patch_planner import PatchPlanner
+from triptych.models.shared.planner import VisionCostModel
 from triptych.models.shared.settings import setting
 from triptych.models.shared.video import LinspaceSampling, PerVideoGeometry, sampled_frames
 from triptych.types import ItemPlan, VideoHeader
@@ -26,7 +27,6 @@ class Qwen3VLPlanner(PatchPlanner):
         config: ModelConfig,
         preprocessor_config: dict[str, Any],
         video_config: dict[str, Any] | None = None,
-        max_source_pixels: int = MAX_SOURCE_PIXELS,
     ) -> None:
         super().__init__(
             config,
@@ -37,7 +37,6 @@ class Qwen3VLPlanner(PatchPlanner):
                 hidden_size=setting(config, "vision_config.hidden_size", int),
                 intermediate_size=setting(config, "vision_config.intermediate_size", int),
             ),
-            max_source_pixels=max_source_pixels,
         )
         self._vision_start = setting(config, "vision_start_token_id", int)
         self._vision_end = setting(config, "vision_end_token_id", int)

@@ -26,7 +26,7 @@ _PILLOW_ERRORS = (
     struct.error,
 )
 
-# The plan bounds the number of pixels (``max_source_pixels``), and the file's size is checked against the plan before
+# The plan bounds the number of pixels (``MAX_SOURCE_PIXELS``), and the file's size is checked against the plan before
 # decoding. Pillow's own limit could only contradict the operator's.
 Image.MAX_IMAGE_PIXELS = None
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # instances control the number of threads

@@ -29,7 +29,6 @@ class MarkedRowsPlanner(PlainPlanner):
         image_token: int,
         *,
         context_length: int,
-        max_source_pixels: int,
     ) -> None:
         """``image_token`` is the placeholder's id."""
         self._geometry = geometry
@@ -38,7 +37,6 @@ class MarkedRowsPlanner(PlainPlanner):
             {"image": image_token},
             context_length=context_length,
             max_image_pixels=geometry.max_pixels,
-            max_source_pixels=max_source_pixels,
         )
         self.media_tokens = frozenset((image_token, ROW_END, IMAGE_END))
 

@@ -16,10 +16,11 @@ from triptych.models.base import AUDIO, MediaToken, ModelConfig
 from triptych.models.shared.audio import AudioFraming, plan_audio
 from triptych.models.shared.interleaving import interleaved_parts, runs_by_modality
 from triptych.models.shared.mrope import MediaPositions, interleaved_positions, sequential_positions
-from triptych.models.shared.planner import VISION_TOKENS, PatchPlanner, VisionCostModel
+from triptych.models.shared.patch_planner import VISION_TOKENS, PatchPlanner
+from triptych.models.shared.planner import VisionCostModel
 from triptych.models.shared.settings import positive_number, setting
 from triptych.models.shared.video import PerFrameGeometry
-from triptych.types import AudioHeader, ItemPlan, VideoHeader
+from triptych.types import NO_CONTEXT, AudioHeader, ItemContext, ItemPlan, VideoHeader
 
 AUDIO_TOKENS = ("audio_token_id", "audio_start_token_id")
 AUDIO_END = "audio_end_token_id"
@@ -77,7 +78,7 @@ class OmniPlanner(PatchPlanner):
         self._framing = framing
         self._audio_cost = audio_cost
 
-    def _plan_audio(self, header: AudioHeader) -> ItemPlan:
+    def _plan_audio(self, header: AudioHeader, context: ItemContext = NO_CONTEXT) -> ItemPlan:
         return plan_audio(header, self._framing, self._audio_cost)
 
     def _with_sound(self, plan: ItemPlan, sound: AudioHeader) -> ItemPlan:

@@ -6,10 +6,8 @@ from triptych.errors import UnsupportedMedia
 from triptych.models.base import AREA_OPTIONS, MediaToken, Options, Positions
 from triptych.models.shared.mrope import plain_positions
 from triptych.models.shared.planner import (
-    MAX_SOURCE_PIXELS,
     check_aspect_ratio,
     check_source_size,
-    check_square_size,
 )
 from triptych.models.shared.video import sampled_frames
 from triptych.types import (
@@ -49,36 +47,30 @@ class PlainPlanner:
         *,
         context_length: int,
         max_image_pixels: int,
-        max_source_pixels: int = MAX_SOURCE_PIXELS,
     ) -> None:
         self.placeholder_tokens = placeholder_tokens
         self.media_tokens: frozenset[MediaToken] = frozenset(placeholder_tokens.values())
         self.context_length = context_length
         self.max_image_pixels = max_image_pixels
-        self._max_source_pixels = max_source_pixels
 
     def plan(self, header: MediaHeader, context: ItemContext = NO_CONTEXT) -> ItemPlan:
         """Plan an item; see ``Planner``. Families override what they take.
 
-        Raises UnsupportedMedia for other media, MediaTooLarge for more than ``max_source_pixels``, BadMediaSize for an
+        Raises UnsupportedMedia for other media, MediaTooLarge for more than ``MAX_SOURCE_PIXELS``, BadMediaSize for an
         image with an aspect ratio above 200, and what the family raises.
         """
         if isinstance(header, VideoHeader):
-            check_source_size("video", header.width, header.height, self._max_source_pixels)
+            check_source_size("video", header.width, header.height)
             return self._plan_video(header, context)
         if isinstance(header, AudioHeader):
             return self._plan_audio(header, context)
-        check_source_size("image", header.width, header.height, self._max_source_pixels)
+        check_source_size("image", header.width, header.height)
         check_aspect_ratio(header.width, header.height)
         return self._plan_image(header, context)
 
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """Plan an image whose size has been checked."""
         raise UnsupportedMedia("the model takes no images")
-
-    def _check_square(self, header: ImageHeader) -> None:
-        """Check an image that is padded to a square, as ``check_square_size`` does."""
-        check_square_size(header.width, header.height, self._max_source_pixels)
 
     def _plan_video(self, header: VideoHeader, context: ItemContext) -> ItemPlan:
         """Plan a video whose frames' size has been checked."""
