@@ -10,6 +10,7 @@ import pytest
 from huggingface_hub import constants
 
 from tests.support.checkpoints import make_checkpoint
+from tests.support.exits import exit_code
 from tests.support.hub_server import COMMIT, Hub, hub_server
 from triptych.cli import fitting, flags, main
 from triptych.config import EngineConfig
@@ -207,9 +208,7 @@ def test_a_gpu_that_is_not_there_is_named_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(fitting, "DEVICES", tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", "demo", "--device", "cuda:1"])
-    assert ended.value.code == 78
+    assert exit_code(["serve", "demo", "--device", "cuda:1"]) == 78
     assert "--device cuda:1: this machine has no GPU" in capsys.readouterr().err
     (tmp_path / "nvidia0").touch()
     fitting.check_device(EngineConfig(device="cuda"))
@@ -217,9 +216,7 @@ def test_a_gpu_that_is_not_there_is_named_before_anything_starts(
 
 
 def test_pull_prints_the_folder(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["pull", NAME])
-    assert ended.value.code == 0
+    assert exit_code(["pull", NAME]) == 0
     assert Path(capsys.readouterr().out.strip()).name == COMMIT
     with pytest.raises(SystemExit):
         main(["pull", "demo"])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.collector import Collector, collecting
+from tests.support.exits import exit_code
 from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
-from triptych.cli import main
 from triptych.config import ObserveConfig
 
 SECRET = "a prompt that stays private"
@@ -159,9 +159,7 @@ def test_a_request_or_a_window_of_the_log_becomes_a_file_for_perfetto(
 
     def traced(*arguments: str) -> list[dict[str, Any]]:
         out = tmp_path / "trace.json"
-        with pytest.raises(SystemExit) as ended:
-            main(["trace", *arguments, "--log", str(log_file), "--out", str(out)])
-        assert ended.value.code == 0, capsys.readouterr()
+        assert exit_code(["trace", *arguments, "--log", str(log_file), "--out", str(out)]) == 0, capsys.readouterr()
         return list(json.loads(out.read_text())["traceEvents"])
 
     events = traced("first")
@@ -178,9 +176,7 @@ def test_a_request_or_a_window_of_the_log_becomes_a_file_for_perfetto(
     earlier = {event["args"]["request_id"] for event in traced("--until", second["time"]) if event["ph"] == "X"}
     assert {"first", "second"} <= earlier
     for wrong in (["unknown"], ["--since", "noon"]):
-        with pytest.raises(SystemExit) as ended:
-            main(["trace", *wrong, "--log", str(log_file), "--out", str(tmp_path / "none.json")])
-        assert ended.value.code in (1, 78)
+        assert exit_code(["trace", *wrong, "--log", str(log_file), "--out", str(tmp_path / "none.json")]) in (1, 78)
     assert not (tmp_path / "none.json").exists()
 
 

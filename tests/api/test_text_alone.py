@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.chat import the_error
+from tests.support.exits import exit_code
 from tests.support.harness import FLOAT32
 from tests.support.serving import Served, image, image_part, served, text_part
 from tests.support.tiny import make_tiny
@@ -73,9 +74,7 @@ def test_prompts_without_a_service(folder: Path) -> None:
 def test_topologies_that_encode_are_refused_at_start(
     folder: Path, topology: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", str(folder), "--topology", topology, "--port", "0"])
-    assert ended.value.code == 78
+    assert exit_code(["serve", str(folder), "--topology", topology, "--port", "0"]) == 78
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(
         rf"triptych: topology {topology} has instances that encode .* text-only model: try 1PD or 1P1D", line

@@ -14,6 +14,7 @@ from gguf import GGUFWriter
 from PIL import Image
 
 from tests.support.checkpoints import load_adapter
+from tests.support.exits import exit_code
 from tests.support.gguf_files import SOURCES as TEXT_SOURCES
 from tests.support.gguf_files import write_gguf
 from tests.support.image_cases import png
@@ -28,7 +29,6 @@ from triptych.checkpoint.gguf.folder import gguf_folder
 from triptych.checkpoint.gguf.projectors import PROJECTORS
 from triptych.checkpoint.identity import model_identity
 from triptych.checkpoint.reader import Checkpoint
-from triptych.cli import main
 from triptych.cli.flags import model_folder
 from triptych.errors import CheckpointError, ConfigError, MediaNotServed
 from triptych.layers.linear import PlainFormat
@@ -194,9 +194,7 @@ def test_a_file_without_a_template_has_its_projector_s(tmp_path: Path, monkeypat
 
 def test_doctor_finds_towers_in_their_file(gemma: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     _, text, mmproj = gemma
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", str(text), "--mmproj", str(mmproj), "--port", "0"])
-    assert ended.value.code == 0
+    assert exit_code(["doctor", str(text), "--mmproj", str(mmproj), "--port", "0"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"gemma3, rows of 64 values", said)
     assert re.search(r"tensors +│ all \d+ are read", said)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from tests.support.exits import exit_code
 from triptych.cli import demo, main, run
 from triptych.cli.asking import request_body
 from triptych.cli.demo import is_free
@@ -149,9 +150,7 @@ def test_a_whole_answer(serve: Callable[[int, str], None], capsys: pytest.Captur
 
 
 def test_a_picture_that_is_missing_is_named(start: Start, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(["run", "demo", str(tmp_path / "nothing.png"), "What is it?"])
-    assert exit_.value.code == 78
+    assert exit_code(["run", "demo", str(tmp_path / "nothing.png"), "What is it?"]) == 78
     assert "nothing.png" in capsys.readouterr().err
 
 
@@ -160,9 +159,7 @@ def test_a_file_that_no_service_takes_is_named_before_the_start(
 ) -> None:
     start("http://127.0.0.1:1")  # where nothing answers
     (tmp_path / "notes.pdf").write_bytes(b"%PDF-1.7")
-    with pytest.raises(SystemExit) as exit_:
-        main(["run", "no/such/folder", str(tmp_path / "notes.pdf"), "What is it?"])
-    assert exit_.value.code == 78
+    assert exit_code(["run", "no/such/folder", str(tmp_path / "notes.pdf"), "What is it?"]) == 78
     assert f"{tmp_path / 'notes.pdf'}: not a JPEG, PNG" in " ".join(capsys.readouterr().err.split())
 
 

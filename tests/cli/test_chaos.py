@@ -2,15 +2,12 @@
 
 import pytest
 
-from triptych.cli import main
+from tests.support.exits import exit_code
 from triptych.measure.chaos.faults import FAULTS
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["chaos", "demo", *arguments])
-    out, errors = capsys.readouterr()
-    return int(ended.value.code or 0), out, errors
+    return exit_code(["chaos", "demo", *arguments]), *capsys.readouterr()
 
 
 def test_the_list_names_every_fault(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,9 +15,7 @@ def test_the_list_names_every_fault(capsys: pytest.CaptureFixture[str], monkeypa
     code, out, _ = said(capsys, "--list")
     assert code == 0
     assert all(fault.name in out for fault in FAULTS)
-    with pytest.raises(SystemExit) as ended:
-        main(["chaos", "--list"])
-    assert ended.value.code == 0
+    assert exit_code(["chaos", "--list"]) == 0
     assert capsys.readouterr().out == out, "it needs no model"
     _, out, _ = said(capsys, "--list", "--only", "kill-pd, burst")
     assert "burst" in out

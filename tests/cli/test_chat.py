@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from scripts import chat as demo_chat
+from tests.support.exits import exit_code
 from tests.support.serving import image
 from triptych import exit_codes
 from triptych.cli import chat, main
@@ -106,9 +107,7 @@ def said(monkeypatch: pytest.MonkeyPatch, service: Service, text: str, *argument
 
 
 def talked(service: Service, *arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["chat", "--url", service.url, *arguments])
-    return int(str(ended.value.code))
+    return exit_code(["chat", "--url", service.url, *arguments])
 
 
 def test_turns_through_a_pipe(

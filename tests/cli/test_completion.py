@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from triptych.cli import COMMANDS, main
+from tests.support.exits import exit_code
+from triptych.cli import COMMANDS
 
 
 def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(["completion", shell])
-    assert ended.value.code == 0
+    assert exit_code(["completion", shell]) == 0
     return capsys.readouterr().out
 
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.exits import exit_code
 from tests.support.serving import served, wait_for
 from triptych import exit_codes
 from triptych.cli import demo, gentle_load, main
@@ -96,7 +97,5 @@ def test_it_opens_a_browser_by_itself_on_a_desktop(
     ],
 )
 def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["demo", *arguments])
-    assert ended.value.code == exit_codes.CONFIG
+    assert exit_code(["demo", *arguments]) == exit_codes.CONFIG
     assert says in capsys.readouterr().err

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.backbones import BACKBONES, MORE_BACKBONES
 from tests.support.checkpoints import load_adapter, make_checkpoint
+from tests.support.exits import exit_code
 from tests.support.families import ANSWERED_IMAGES
 from tests.support.minicpm import make_minicpm
 from tests.support.published_files import make_original_internvl, make_published_phi4
@@ -130,9 +131,7 @@ def test_a_format_is_named_before_its_weights_are_there(tmp_path: Path, capsys: 
         "quantization_config": {"quant_method": "hqq", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", str(tmp_path), "--port", "0", "--device", "cpu"])
-    assert ended.value.code == 78
+    assert exit_code(["doctor", str(tmp_path), "--port", "0", "--device", "cpu"]) == 78
     assert "quant_method 'hqq' is not served" in " ".join(capsys.readouterr().err.split())
 
 
@@ -175,9 +174,7 @@ def test_a_folder_with_a_config_alone_is_not_served(tmp_path: Path, capsys: pyte
     alone.mkdir()
     (alone / "config.json").write_bytes((whole / "config.json").read_bytes())
     for command in ("serve", "run"):
-        with pytest.raises(SystemExit) as ended:
-            main([command, str(alone), *(["a question"] if command == "run" else [])])
-        assert ended.value.code == 78
+        assert exit_code([command, str(alone), *(["a question"] if command == "run" else [])]) == 78
         assert "neither model.safetensors nor" in " ".join(capsys.readouterr().err.split())
 
 
@@ -347,9 +344,7 @@ def test_a_folder_with_a_file_that_is_broken(
     monkeypatch.setenv("COLUMNS", "300")
     broken = make_checkpoint(tmp_path / "broken")
     (broken / name).write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", str(broken), "--port", "0", "--device", "cpu"])
-    assert ended.value.code in (1, 78)
+    assert exit_code(["doctor", str(broken), "--port", "0", "--device", "cpu"]) in (1, 78)
     said = capsys.readouterr()
     assert says in " ".join((said.out + said.err).replace("│", " ").split())
     assert "Traceback" not in said.err

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import make_checkpoint
+from tests.support.exits import exit_code
 from triptych import exit_codes
-from triptych.cli import fitting, flags, main, serve
+from triptych.cli import fitting, flags, serve
 from triptych.config import (
     CONFIG_GROUPS,
     EngineConfig,
@@ -51,9 +52,7 @@ def parsed(*arguments: str | Path) -> argparse.Namespace:
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     """What a command says that can't start: one line, or the last one if a child process has said more."""
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    assert ended.value.code in (exit_codes.CONFIG, exit_codes.FAILED)
+    assert exit_code(arguments) in (exit_codes.CONFIG, exit_codes.FAILED)
     said = capsys.readouterr()
     *relayed, line = (said.out + said.err).splitlines()
     assert all(one.startswith("[") for one in relayed)
@@ -206,9 +205,7 @@ def test_a_variable_that_makes_no_sense_is_named(
 def test_a_flag_that_is_not_here_is_named_with_the_one_that_was_meant(
     capsys: pytest.CaptureFixture[str], given: list[str], says: str
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", "demo", *given])
-    assert ended.value.code == 2
+    assert exit_code(["serve", "demo", *given]) == 2
     assert says in capsys.readouterr().err
 
 

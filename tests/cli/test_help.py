@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from tests.support.commands import actions, walked
+from tests.support.exits import exit_code
 from triptych import __version__
-from triptych.cli import COMMANDS, main, make_parser
+from triptych.cli import COMMANDS, make_parser
 from triptych.cli.help_all import is_rare
 from triptych.config import CONFIG_GROUPS, flag, public_fields
 
@@ -48,9 +49,7 @@ def test_help_is_rendered_at_any_width(
     parser: argparse.ArgumentParser, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    with pytest.raises(SystemExit) as ended:
-        main([*parser.prog.split()[1:], "--help-all" if any(map(is_rare, options(parser))) else "--help"])
-    assert ended.value.code == 0
+    assert exit_code([*parser.prog.split()[1:], "--help-all" if any(map(is_rare, options(parser))) else "--help"]) == 0
     said = capsys.readouterr()
     assert said.err == ""
     assert said.out.startswith(f"usage: {parser.prog} ")
@@ -64,9 +63,7 @@ def test_help_is_rendered_at_any_width(
 def test_help_of_serve_is_short_and_names_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
     seen = []
     for word in ("--help", "--help-all"):
-        with pytest.raises(SystemExit) as ended:
-            main(["serve", word])
-        assert ended.value.code == 0
+        assert exit_code(["serve", word]) == 0
         seen.append(set(re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE)))
     short, full = seen
     settings = {flag(item.name) for group in CONFIG_GROUPS for item in public_fields(group)}
@@ -133,9 +130,7 @@ def test_numbers_have_units() -> None:
     ],
 )
 def test_what_cannot_be_parsed_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
+    assert exit_code(arguments) == 2
     said = capsys.readouterr()
     assert said.out == ""
     (line,) = said.err.splitlines()

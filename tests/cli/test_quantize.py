@@ -5,24 +5,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.exits import exit_code
 from tests.support.serving import image_part, served, text_part
-from triptych.cli import main
 from triptych.config import EngineConfig
 from triptych.demo import MODEL_DIR, PICTURES_DIR
 
 
 def quantize(*arguments: str | Path) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["quantize", *map(str, arguments)])
-    return int(str(ended.value.code))
+    return exit_code(["quantize", *arguments])
 
 
 def test_the_quantized_demo_model_answers_rightly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert quantize("demo", tmp_path / "demo4", "--asymmetric") == 0
     assert f"triptych serve {tmp_path / 'demo4'}" in capsys.readouterr().err.replace("\n", "")
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", str(tmp_path / "demo4"), "--device", "cpu", "--port", "0", "--fabric", "shm"])
-    assert ended.value.code == 0
+    assert exit_code(["doctor", str(tmp_path / "demo4"), "--device", "cpu", "--port", "0", "--fabric", "shm"]) == 0
     entries = json.loads((PICTURES_DIR / "questions.json").read_text())
     with served(tmp_path / "demo4", engine=EngineConfig(device="cpu", threads=1)) as service:
         for entry in entries[:3]:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.exits import exit_code
 from tests.support.supervisors import supervisor
 from triptych import exit_codes
-from triptych.cli import main
 from triptych.demo import MODEL_DIR
 from triptych.messages.codec import Message
 from triptych.messages.operations import ChangeEnded, ChangeProgress, ChangeRefused, StartRollout
@@ -18,11 +18,7 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def rollout(capsys: pytest.CaptureFixture[str]) -> Run:
     def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(["rollout", *arguments])
-        code = ended.value.code
-        assert isinstance(code, int)
-        return code, *capsys.readouterr()
+        return exit_code(["rollout", *arguments]), *capsys.readouterr()
 
     return run
 

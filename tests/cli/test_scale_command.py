@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.exits import exit_code
 from tests.support.supervisors import supervisor
 from triptych import exit_codes
-from triptych.cli import main
 from triptych.messages.codec import Message
 from triptych.messages.operations import ChangeEnded, ChangeProgress, ChangeRefused, StartScale
 from triptych.topology import Role
@@ -17,11 +17,7 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def scale(capsys: pytest.CaptureFixture[str]) -> Run:
     def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(["scale", *arguments])
-        code = ended.value.code
-        assert isinstance(code, int)
-        return code, *capsys.readouterr()
+        return exit_code(["scale", *arguments]), *capsys.readouterr()
 
     return run
 

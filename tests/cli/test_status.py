@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.support.exits import exit_code
 from tests.support.supervisors import Question, answering
 from triptych import exit_codes
-from triptych.cli import main
 from triptych.messages.codec import Message
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.operations import (
@@ -68,11 +68,7 @@ def frontend(
 @pytest.fixture
 def status(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(["status", *arguments])
-        code = ended.value.code
-        assert isinstance(code, int)
-        return code, *capsys.readouterr()
+        return exit_code(["status", *arguments]), *capsys.readouterr()
 
     return run
 

@@ -18,12 +18,12 @@ import pytest
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.commands import ROOT
+from tests.support.exits import exit_code
 from tests.support.frontends import alone
 from tests.support.pipelines import hostile
 from tests.support.serving import CHAT, served, wait_for
 from tests.support.terminals import on_a_terminal
 from triptych import exit_codes
-from triptych.cli import main
 from triptych.observe.pipeline import Pipeline
 
 Run = Callable[..., tuple[int, str, str]]
@@ -35,10 +35,7 @@ def top(capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs the command here; returns its exit code and outputs."""
 
     def run(*arguments: str | Path) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(["top", *map(str, arguments)])
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, *capsys.readouterr()
+        return exit_code(["top", *arguments]), *capsys.readouterr()
 
     return run
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from triptych.cli import main
+from tests.support.exits import exit_code
 
 ROW = {"stage": "decode", "start_ms": 1.0, "end_ms": 2.5, "instance": "pd0"}
 LINE = {"request_id": "a", "time": "2026-01-31T12:00:00.000001+00:00", "timeline": [ROW], "more": 1}
@@ -16,9 +16,7 @@ LINE = {"request_id": "a", "time": "2026-01-31T12:00:00.000001+00:00", "timeline
 def trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., tuple[int, str]]:
     def run(*arguments: str | Path) -> tuple[int, str]:
         """The exit code, and what it said to standard error."""
-        with pytest.raises(SystemExit) as ended:
-            main(["trace", "--out", str(tmp_path / "trace.json"), *map(str, arguments)])
-        return int(str(ended.value.code)), capsys.readouterr().err
+        return exit_code(["trace", "--out", str(tmp_path / "trace.json"), *arguments]), capsys.readouterr().err
 
     return run
 

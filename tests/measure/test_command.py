@@ -5,16 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.exits import exit_code
 from tests.support.tiny import make_tiny
-from triptych.cli import main
 from triptych.measure.transfer.measure import FABRICS
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "split", *arguments])
-    out, errors = capsys.readouterr()
-    return int(ended.value.code or 0), out, errors
+    return exit_code(["bench", "split", *arguments]), *capsys.readouterr()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.exits import exit_code
 from tests.support.profiles import example_profile
 from triptych.cli import main
 from triptych.costs import profile as profiles
@@ -42,9 +43,7 @@ def test_each_cost_is_drawn(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_profile_of_the_bundled_model(tmp_path: Path) -> None:
     out, folder = tmp_path / "profile.json", tmp_path / "plots"
-    with pytest.raises(SystemExit) as ended:
-        main(["profile", "demo", "--quick", "--out", str(out), "--plot", str(folder)])
-    assert ended.value.code == 0
+    assert exit_code(["profile", "demo", "--quick", "--out", str(out), "--plot", str(folder)]) == 0
     profile = profiles.read(out)
     assert profile.model.identity == identity_of(MODEL_DIR)
     assert {one.threads for one in profile.steps} >= {1}
