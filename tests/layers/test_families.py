@@ -27,11 +27,9 @@ from tests.support.tiny import GLM, TINY, make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
 from triptych.layers import native
-from triptych.layers.attention.tower import TowerAttention
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS
 from triptych.models.base import EncoderInput
 from triptych.models.registry import FAMILIES
-from triptych.models.shared.encoder import MultiTowerEncoder
 
 CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
@@ -105,21 +103,6 @@ def make_prompt_of_text(tokens: torch.Tensor, width: int) -> Prompt:
     return Prompt(tokens, torch.arange(len(tokens), dtype=torch.float64).expand(3, -1), *nothing)
 
 
-@pytest.mark.parametrize("name", WITH_IMAGES)
-def test_tower_rows(tiny: Tiny, name: str) -> None:
-    folder = tiny(name, "published")
-    tower = load_adapter(folder).load_encoder(Checkpoint(folder), FP32, CPU)
-    towers: list[Any] = list(tower.towers.values()) if isinstance(tower, MultiTowerEncoder) else [tower]
-    for module in towers:
-        assert all(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-        assert {type(one) for one in module.modules() if type(one).__name__.endswith("Attention")} == {TowerAttention}
-    rows = tower.encode(IMAGES)
-    assert [len(part) for part in rows] == [6, 1, 45]
-    assert_rows(torch.cat(rows), reference_rows(folder, IMAGES, [item.grid for item in IMAGES]))
-    for item, part in zip(IMAGES, rows, strict=True):
-        assert_rows(part, tower.encode([item])[0])
-
-
 @torch.inference_mode()
 def reference_rows(
     folder: Path, inputs: list[EncoderInput], grids: list[tuple[int, int, int]], dtype: torch.dtype = torch.float32
@@ -163,31 +146,6 @@ def test_rows_of_videos(tiny: Tiny, name: str) -> None:
     whole = reference_rows(folder, parts, [(3, 4, 6), (3, 18, 10)])
     assert_rows(torch.cat(tower.encode(parts)), whole)
     assert_rows(torch.cat([tower.encode([part])[0] for part in parts]), whole)
-
-
-@pytest.mark.parametrize("name", [name for name in WITH_IMAGES if TINY[name].published is not str])
-def test_keys_named_as_in_newer_families(tiny: Tiny, name: str, tmp_path: Path) -> None:
-    """``model.visual.…`` and ``model.language_model.…``, as the modules of transformers are called."""
-    folder = tiny(name, "published")
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    weights = load_file(folder / "model.safetensors")
-    save_file({_as_the_modules(key): weight for key, weight in weights.items()}, tmp_path / "model.safetensors")
-    for path in (folder, tmp_path):
-        adapter, keys = load_adapter(path), Checkpoint(path).tensors
-        assert sorted(adapter.encoder_keys(keys) + adapter.decoder_keys(keys)) == sorted(keys)
-    expected = load_adapter(folder).load_decoder(Checkpoint(folder), FP32, CPU)
-    decoder = load_adapter(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
-    for ours, other in zip(decoder.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(ours, other)
-    rows = [load_adapter(p).load_encoder(Checkpoint(p), FP32, CPU).encode(IMAGES)[2] for p in (folder, tmp_path)]
-    assert torch.equal(*rows)
-
-
-def _as_the_modules(key: str) -> str:
-    key = key.removeprefix("thinker.")
-    if key.startswith(("visual.", "audio_tower.")):
-        return f"model.{key}"
-    return key.replace("model.", "model.language_model.", 1)
 
 
 @pytest.mark.parametrize("weights", [WEIGHT_FORMATS["float16"], QUANTIZED_FORMATS["int8"], QUANTIZED_FORMATS["int4"]])

@@ -1,7 +1,6 @@
 """CogVLM2: plans, pixels, rows and prompts as in its published code, which tests/support/cogvlm2.py describes."""
 
 import json
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,11 @@ import torch
 
 from tests.support.checkpoints import edit_config, load_adapter, load_reference
 from tests.support.cogvlm2 import pixels_of, positions_of, question
+from tests.support.family_parts import tower_of
 from tests.support.forward import assert_rows
 from tests.support.image_cases import picture, png
 from tests.support.released import RELEASED
 from tests.support.tiny import OWN_TOWERS, make_tiny
-from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError, InvalidRequest, PlanMismatch, UnsupportedMedia
 from triptych.layers.decoder_config import SecondWeights
 from triptych.layers.linear import WEIGHT_FORMATS
@@ -62,14 +61,6 @@ def test_what_is_refused() -> None:
         planner.plan(header, ItemContext(siblings=1))
 
 
-@pytest.mark.parametrize(("width", "height"), SIZES)
-def test_pixels(width: int, height: int) -> None:
-    patches = torch.from_numpy(preprocessed(width, height).patches)
-    side = SIDE // 14
-    ours = patches.view(side, side, 3, 14, 14).permute(2, 0, 3, 1, 4).reshape(3, SIDE, SIDE)
-    assert torch.equal(ours, pixels_of(picture(width, height, width), SIDE))
-
-
 def test_a_plan_of_another_size_is_refused() -> None:
     data = png(picture(20, 20, 1))
     plan = CogVLM2Planner(PUBLISHED, {}).plan(probe_image(data))
@@ -79,7 +70,7 @@ def test_a_plan_of_another_size_is_refused() -> None:
 
 def test_rows(tmp_path: Path) -> None:
     folder = make_tiny(tmp_path, "cogvlm2")
-    tower = load_adapter(folder).load_encoder(Checkpoint(folder), FP32, CPU)
+    tower = tower_of(folder)
     ours = tower.encode([preprocessed(*size) for size in SIZES])
     reference: Any = load_reference(folder)
     with torch.inference_mode():
@@ -149,30 +140,3 @@ def test_a_config_without_model_type(tmp_path: Path) -> None:
     assert isinstance(load_adapter(folder), CogVLM2)
     with pytest.raises(CheckpointError, match="model_type None is not served"):
         family_of(config | {"architectures": ["CogVLMVideoForCausalLM"]})
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_multi_query_heads": None}, "num_multi_query_heads"),
-        ({"num_multi_query_heads": 3}, "don't divide"),
-        ({"template_version": "base"}, "template_version 'base'"),
-        ({"hidden_act": "relu"}, "hidden_act"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling is not served"),
-        ({"vision_config": {"num_positions": 5}}, "num_positions must be 37"),
-        ({"vision_config": {"image_size": 70}}, "even number of patches"),
-        ({"vision_config": {"image_size": 10**6}}, "even number of patches"),
-        ({"vision_config": {"num_heads": 5}}, "5 heads"),
-        ({"vision_config": {"num_hidden_layers": 10**6}}, "num_hidden_layers"),
-        ({"vision_config": {"hidden_act": "silu"}}, "hidden_act must be 'gelu'"),
-        ({"vision_config": {"in_channels": 1}}, "in_channels must be 3"),
-        ({"vision_config": {"layer_norm_eps": 0}}, "layer_norm_eps"),
-    ],
-)
-def test_bad_configs(settings: dict[str, Any], message: str) -> None:
-    config = deepcopy(CONFIG)
-    for name, value in settings.items():
-        config[name] = config.get(name, {}) | value if isinstance(value, dict) else value
-    with pytest.raises(CheckpointError, match=message):
-        CogVLM2(config)
-        CogVLM2Planner(config, {})

@@ -16,16 +16,15 @@ from transformers import AutoImageProcessor
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import get_optimal_tiled_canvas
 
 from tests.support import deepseek_ocr
-from tests.support.checkpoints import load_adapter, load_reference
+from tests.support.checkpoints import load_reference
+from tests.support.family_parts import inputs_of, tower_of
 from tests.support.forward import assert_close, assert_rows
 from tests.support.image_cases import picture, png
 from tests.support.released import RELEASED, merged
 from tests.support.tiny import OCR_IDS, OWN_TOWERS, make_tiny
 from triptych.api.media_parts import MediaSettings
 from triptych.checkpoint.config_files import with_text_config
-from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import BadMediaSize, CheckpointError, InvalidRequest, MediaTooLarge, PlanMismatch, UnsupportedMedia
-from triptych.layers.encoder import Encoder
 from triptych.layers.linear import WEIGHT_FORMATS
 from triptych.models.base import EncoderInput, ModelConfig
 from triptych.models.deepseek_ocr.config import ocr_config
@@ -56,15 +55,6 @@ def released_planner(name: str) -> DeepseekOcrPlanner:
     return DeepseekOcrPlanner(with_text_config(tiny.config), tiny.preprocessor or {})
 
 
-def inputs_of(name: str, *images: Image.Image, context: ItemContext = NO_CONTEXT) -> list[EncoderInput]:
-    planner, preprocess = (kind(*settings_of(name)) for kind in (DeepseekOcrPlanner, DeepseekOcrPreprocessor))
-    return [
-        part
-        for one in images
-        for part in cast(Any, preprocess)(png(one), cast(Any, planner).plan(probe_image(png(one)), context))
-    ]
-
-
 def pixels_of(item: EncoderInput, patch: int) -> torch.Tensor:
     """Pixels [3, side, side] of patches."""
     side = item.grid[1]
@@ -88,21 +78,21 @@ def references_of(name: str, folder: Path, images: list[Image.Image], *, cuts: b
 
 
 @pytest.mark.parametrize("name", [FIRST, SECOND])
-@pytest.mark.parametrize("cuts", [True, False])
-def test_pixels_are_the_references(tmp_path: Path, name: str, cuts: bool) -> None:
+def test_pixels_of_wholes_alone(tmp_path: Path, name: str) -> None:
     folder, source, patch = make_tiny(tmp_path, name), random.Random(0), SIDES[name][2]
     sizes = [(1, 1), (96, 96), (97, 3), (2, 150), (241, 240), (32, 33), (64, 63), (500, 100)]
     for width, height in [*sizes, *((source.randint(1, 300), source.randint(2, 300)) for _ in "12345678")]:
         image = picture(width, height, width + height)
-        inputs = inputs_of(name, image, context=NO_CONTEXT if cuts else UNCUT)
-        expected = references_of(name, folder, [image], cuts=cuts)
+        inputs = inputs_of(name, image, context=UNCUT)
+        expected = references_of(name, folder, [image], cuts=False)
         views = [*expected.get("pixel_values_local", []), *expected["pixel_values"]]
         assert len(inputs) == len(views)
         for item, view in zip(inputs, views, strict=True):
             assert torch.equal(pixels_of(item, patch), torch.as_tensor(view))
 
 
-def plans_are_the_references(count: int) -> None:
+@pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.slow)])
+def test_plans_are_the_references(count: int) -> None:
     first, second, source = released_planner(FIRST), released_planner(SECOND), random.Random(1)
     for _ in range(count):
         width, height = source.randint(20, 4000), source.randint(20, 4000)
@@ -120,15 +110,6 @@ def plans_are_the_references(count: int) -> None:
         assert other.rows == 144 * tiles + 256 + 1
         assert plan.is_whole
         assert other.is_whole
-
-
-def test_plans_are_the_references() -> None:
-    plans_are_the_references(300)
-
-
-@pytest.mark.slow
-def test_many_plans_are_the_references() -> None:
-    plans_are_the_references(3000)
 
 
 def test_published_numbers() -> None:
@@ -239,10 +220,6 @@ def test_bounds_of_the_area() -> None:
 
 
 IMAGES = [picture(200, 90, 1), picture(20, 9, 4)]
-
-
-def tower_of(folder: Path, weights: Any = FP32) -> Encoder:
-    return load_adapter(folder).load_encoder(Checkpoint(folder), weights, CPU)
 
 
 def rows_of(

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -20,7 +19,9 @@ from tests.support.clips import clip
 from tests.support.equal_embeddings import check_equal
 from tests.support.families import EDGE_MEDIA, RELEASED_EDGES
 from tests.support.family_parts import (
+    bits,
     make_checkpoint,
+    reference_bits,
     reference_rows,
     released_parts,
     rows_of,
@@ -28,7 +29,6 @@ from tests.support.family_parts import (
     tiny_of,
 )
 from tests.support.image_cases import HUGE, picture, png, thin_sizes
-from tests.support.minicpm import pieces_of, pixels_of
 from tests.support.reference import image_processor
 from tests.support.released import RELEASED
 from tests.support.serving import image_part, served, text_part
@@ -60,9 +60,6 @@ from triptych.types import (
     PixelBounds,
     VideoHeader,
 )
-
-FEWER_PIXELS = {"llava_onevision": 378, "smolvlm": 378}
-"""Tiles of 384 pixels have 27 patches of 14 per side: the towers see none of the last six pixels."""
 
 
 @torch.inference_mode()
@@ -96,20 +93,6 @@ def test_plans_of_huge_images(family: str) -> None:
             planner.plan(ImageHeader("PNG", *size))
 
 
-def bits(values: Any) -> int:
-    """The sum of the values' bits, which doesn't depend on their order: zeros add nothing to it."""
-    return int(np.ascontiguousarray(values, np.float32).view(np.uint32).sum(dtype=np.uint64))
-
-
-def reference_bits(folder: Path, family: str, image: Image.Image, seen: int | None = None, **options: Any) -> int:
-    """``seen`` is the side, in pixels, of what the tower sees of a tile, if not all."""
-    if family == "minicpmv":
-        processor = RELEASED[family].tiny(family).preprocessor or {}
-        return sum(bits(pixels_of(piece, processor)) for piece in pieces_of(image, processor))
-    processed = image_processor(folder)([[image]], return_tensors="pt", **options)
-    return sum(bits(it[..., :seen, :seen] if seen else it) for name, it in processed.items() if "pixel_values" in name)
-
-
 @pytest.fixture(scope="module")
 def huge() -> tuple[Image.Image, bytes]:
     image = picture(*HUGE, seed=1201)
@@ -124,7 +107,8 @@ def test_pixels_of_huge_images(tmp_path: Path, huge: tuple[Image.Image, bytes], 
     write_settings(tmp_path, RELEASED[family].tiny(family))
     planner, preprocess = released_parts(family)
     found = sum(bits(part.patches) for part in preprocess(data, planner.plan(probe_image(data))))
-    assert found == reference_bits(tmp_path, family, image, FEWER_PIXELS.get(family))
+    seen = 378 if family in ("llava_onevision", "smolvlm") else None  # 27 patches of 14 pixels, of 384
+    assert found == reference_bits(image_processor(tmp_path), image, seen)
 
 
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -235,6 +219,7 @@ def test_size(tmp_path: Path, family: str) -> None:
             context_of(planner, size={"longest_edge": 100})
         return
     write_settings(tmp_path, tiny_of(family))
+    reference = image_processor(tmp_path)
     seen = 84 if family in ("idefics3", "smolvlm") else None  # six patches of 14 pixels, of 88
     header = ImageHeader("PNG", 200, 150)
     for size in EDGES[sides]:
@@ -243,7 +228,7 @@ def test_size(tmp_path: Path, family: str) -> None:
             data = image_of((width, height))
             plan = planner.plan(probe_image(data), context)
             found = sum(bits(part.patches) for part in preprocess(data, plan))
-            assert found == reference_bits(tmp_path, family, picture(width, height, seed=1202), seen, size=size)
+            assert found == reference_bits(reference, picture(width, height, seed=1202), seen, size=size)
             made.add(plan.rows == planner.plan(probe_image(data)).rows)
         assert made != {True}, "the size has no effect"
         low = msgspec.structs.replace(context, bounds=PixelBounds(max_pixels=5000))

@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.support.checkpoints import load_adapter
 from tests.support.equal_embeddings import check_equal
 from tests.support.families import ANSWERED_IMAGES
-from tests.support.family_parts import FP32, made, reference_rows, served_parts, tiny_of, tower_of
+from tests.support.family_parts import FP32, made, reference_rows, served_parts, tiny_of, tower_of, with_settings
 from tests.support.forward import ROWS_TOLERANCE, assert_rows
 from tests.support.image_cases import picture, png
 from tests.support.tiny import Layout, Tiny, make_tiny
@@ -63,13 +63,20 @@ def within_model(*also: tuple[str, str]) -> Callable[[str], str]:
     return rename
 
 
+def as_the_modules(key: str) -> str:
+    """As ``within_model``, of files that call the language model ``model.…``."""
+    key = key.removeprefix("thinker.")
+    tower = key.startswith(("visual.", "audio_tower."))
+    return f"model.{key}" if tower else key.replace("model.", "model.language_model.", 1)
+
+
 OTHER_NORM = {"vision_config": {"hidden_act": "gelu", "layer_norm_eps": 1e-3}}
 SOME_LAYERS = {"vision_feature_layer": [1, -1], "projector_hidden_act": "silu"}
 CONTRACT: dict[str, Held] = {
-    "qwen2_vl": Held(),
-    "qwen2_5_vl": Held(),
-    "qwen2_5_omni": Held(),
-    "qwen3_omni_moe": Held(),
+    "qwen2_vl": Held(nested=as_the_modules),
+    "qwen2_5_vl": Held(nested=as_the_modules),
+    "qwen2_5_omni": Held(nested=as_the_modules),
+    "qwen3_omni_moe": Held(nested=as_the_modules),
     "qwen3_5": Held(),
     "qwen3_5_moe": Held(costly=True),
     "glm4v": Held(),
@@ -82,7 +89,17 @@ CONTRACT: dict[str, Held] = {
             {"vision_config": {"hidden_activation": "gelu", "num_attention_heads": 3, "num_key_value_heads": 3}},
         ]
     ),
-    "llava": Held(nested=within_model()),
+    "llava": Held(
+        [
+            {"vision_feature_layer": [0, 3, -2], "vision_feature_select_strategy": "full"},
+            {
+                "vision_feature_layer": -1,
+                "multimodal_projector_bias": False,
+                "projector_hidden_act": "gelu_pytorch_tanh",
+            },
+        ],
+        within_model(),
+    ),
     "llava_next": Held([SOME_LAYERS], within_model(("vision_model.", ""))),
     "llava_onevision": Held([SOME_LAYERS], within_model(("vision_model.", ""))),
     "llava+pixtral": Held(
@@ -114,7 +131,13 @@ CONTRACT: dict[str, Held] = {
     "smolvlm": Held([OTHER_NORM]),
     "phi4_multimodal": Held(),
     "minicpmv4_6": Held([{"insert_layer_id": 0}, {"insert_layer_id": 2, "vision_config": {"hidden_act": "gelu"}}]),
-    "internvl": Held(nested=within_model()),
+    "internvl": Held(
+        [
+            {"vision_config": {"norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False}},
+            {"vision_feature_layer": 2, "vision_config": {"hidden_act": "gelu_pytorch_tanh"}},
+        ],
+        within_model(),
+    ),
 }
 
 
@@ -163,15 +186,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 def inputs_of(family: str) -> list[EncoderInput]:
     planner, preprocess = served_parts(family)
     return [part for one in IMAGES for part in preprocess(png(one), planner.plan(probe_image(png(one))))]
-
-
-def with_settings(family: str, settings: dict[str, Any]) -> Tiny:
-    """The tiny checkpoint with other settings; a dict changes a section's."""
-    tiny = tiny_of(family)
-    changed = {
-        name: tiny.config[name] | value if isinstance(value, dict) else value for name, value in settings.items()
-    }
-    return replace(tiny, config=tiny.config | changed)
 
 
 @pytest.mark.parametrize(("family", "settings"), CASES)

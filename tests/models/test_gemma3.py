@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,11 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from torch import Tensor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
+from tests.support.family_parts import config_of
 from tests.support.harness import FLOAT32, running
 from tests.support.image_cases import CASES, picture, png
 from tests.support.reference import Reference
@@ -29,7 +27,7 @@ from triptych.errors import (
     StartError,
     UnsupportedMedia,
 )
-from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.base import ModelConfig
 from triptych.models.gemma3.encoder import Gemma3
 from triptych.models.gemma3.pan_and_scan import PanAndScan
 from triptych.models.gemma3.plan import Gemma3Planner
@@ -47,51 +45,8 @@ RELEASED: dict[str, Any] = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size
 RELEASED |= {"pan_and_scan_min_ratio_to_activate": 1.2}
 
 
-def changed(**settings: Any) -> ModelConfig:
-    """The tiny config with these settings; a dict changes a section's."""
-    config = deepcopy(CONFIG)
-    for name, value in settings.items():
-        config[name] = config[name] | value if isinstance(config.get(name), dict) and value else value
-    return config
-
-
 def reference_of(processor: dict[str, Any]) -> Any:
     return Gemma3ImageProcessorPil(**{key: it for key, it in processor.items() if key != "image_processor_type"})
-
-
-def inputs_of(*images: Image.Image, **options: Any) -> list[EncoderInput]:
-    planner, preprocess = Gemma3Planner(CONFIG, PROCESSOR), Gemma3Preprocessor(CONFIG, PROCESSOR)
-    context = ItemContext(options=options)
-    return [part for one in images for part in preprocess(png(one), planner.plan(probe_image(png(one)), context))]
-
-
-def pixels_of(inputs: list[EncoderInput]) -> Tensor:
-    """Pixels [images, 3, 84, 84] of patches."""
-    patches = torch.cat([torch.from_numpy(item.patches) for item in inputs])
-    return patches.view(-1, 6, 6, 3, 14, 14).permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, 84, 84)
-
-
-def check_pixels(width: int, height: int, options: dict[str, Any]) -> None:
-    image = picture(width, height, width + height)
-    expected = reference_of(PROCESSOR | options)([image], return_tensors="pt")["pixel_values"]
-    assert torch.equal(pixels_of(inputs_of(image, **options)), expected)
-
-
-def sizes(count: int, largest: int) -> list[tuple[int, int]]:
-    source = random.Random(0)
-    return [(source.randint(8, largest), source.randint(8, largest)) for _ in range(count)]
-
-
-@pytest.mark.parametrize("options", [{}, CROPS], ids=["whole", "crops"])
-def test_pixels_are_the_pillow_processors(options: dict[str, Any]) -> None:
-    for width, height in [(1, 1), (84, 84), (190, 3), (2, 150), (241, 81), (90, 300), *sizes(6, 300)]:
-        check_pixels(width, height, options)
-
-
-@pytest.mark.slow
-def test_pixels_of_many_sizes() -> None:
-    for width, height in sizes(1000, 500):
-        check_pixels(width, height, CROPS)
 
 
 def text_of(crops: int) -> str:
@@ -101,10 +56,11 @@ def text_of(crops: int) -> str:
     return text
 
 
-def plans_are_the_processors(count: int) -> None:
+@pytest.mark.parametrize("count", [200, pytest.param(3000, marks=pytest.mark.slow)])
+def test_plans_are_the_processors(count: int) -> None:
     """The boxes of the reference's crops, of an image whose pixels say where they are."""
     source, names = random.Random(1), {1: "<start>", 2: "<image>", 3: "<end>"}
-    config = changed(image_token_index=2, boi_token_index=1, eoi_token_index=3)
+    config = config_of("gemma3", image_token_index=2, boi_token_index=1, eoi_token_index=3)
     planner, reference, crops = Gemma3Planner(config, RELEASED), reference_of({}), 0
     places = np.arange(4000)
     for _ in range(count):
@@ -124,15 +80,6 @@ def plans_are_the_processors(count: int) -> None:
         assert planner.placeholder(plan, lambda token: names[cast(int, token)]) == text_of(len(expected))
         crops += len(expected) > 0
     assert count // 2 < crops < count
-
-
-def test_plans_are_the_processors() -> None:
-    plans_are_the_processors(200)
-
-
-@pytest.mark.slow
-def test_many_plans_are_the_processors() -> None:
-    plans_are_the_processors(3000)
 
 
 def test_options_and_defaults() -> None:
@@ -235,35 +182,7 @@ def test_crops_in_a_prompt(tmp_path: Path) -> None:
         PromptBuilder(folder).build([{"role": "user", "content": "see <start_of_image>"}])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"mm_tokens_per_image": 5}, "mm_tokens_per_image"),
-        ({"mm_tokens_per_image": 16}, "mm_tokens_per_image"),
-        ({"mm_tokens_per_image": 0}, "mm_tokens_per_image"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),
-        ({"vision_config": {"hidden_act": "gelu_new"}}, "hidden_act"),
-        ({"vision_config": {"model_type": "clip_vision_model"}}, "SigLIP"),
-        ({"vision_config": {"num_attention_heads": 5}}, "divide"),
-        ({"vision_config": {"image_size": 10**9}}, "image_size"),
-        ({"text_config": {"use_bidirectional_attention": True}}, "use_bidirectional_attention"),
-        ({"text_config": {"model_type": "gemma3"}}, "text_config.model_type"),
-        ({"text_config": None}, "text_config"),
-    ],
-)
-def test_bad_configs(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        Gemma3(changed(**settings))
-
-
-def test_bad_processors() -> None:
-    for settings, message in (
-        ({"size": {"height": 84, "width": 80}}, "size"),
-        ({"size": 84}, "size"),
-        ({"do_resize": False}, "do_resize"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            Gemma3Preprocessor(CONFIG, PROCESSOR | settings)
+def test_bad_crops() -> None:
     for name, value in (
         ("do_pan_and_scan", 1),
         ("pan_and_scan_min_crop_size", 0),

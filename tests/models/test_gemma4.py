@@ -1,14 +1,12 @@
 """Gemma 4: plans, pixels and rows of images as transformers has them, its markers, and bad configs."""
 
 import random
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers.models.gemma4.image_processing_pil_gemma4 import (
     Gemma4ImageProcessorPil,
@@ -16,17 +14,16 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import (
 )
 
 from tests.support.checkpoints import load_adapter, load_reference
+from tests.support.family_parts import config_of, inputs_of, tower_of
 from tests.support.forward import Pool, Prompt, Running, assert_close, step
 from tests.support.gemma4 import in_rows
 from tests.support.image_cases import picture, png
 from tests.support.tiny import GEMMA4, GEMMA4_VISION, GEMMA_IDS, make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import BadMediaSize, CheckpointError, InvalidRequest, PlanMismatch
-from triptych.layers.encoder import Encoder
 from triptych.layers.linear import WEIGHT_FORMATS
 from triptych.layers.tower_layer import TowerLayer
 from triptych.models.base import EncoderInput, ModelConfig
-from triptych.models.gemma4.encoder import Gemma4
 from triptych.models.gemma4.plan import Gemma4Planner
 from triptych.models.gemma4.preprocess import Gemma4Preprocessor
 from triptych.models.registry import FAMILIES, family_of
@@ -44,54 +41,12 @@ PUBLISHED = CONFIG | {f"{kind}_config": {"model_type": f"gemma4_{kind}"} for kin
 FACTOR = 12
 
 
-def changed(**settings: Any) -> ModelConfig:
-    """The tiny config with these settings; a dict changes a section's."""
-    config = deepcopy(CONFIG)
-    for name, value in settings.items():
-        config[name] = config[name] | value if isinstance(config.get(name), dict) and value else value
-    return config
-
-
 def reference_of(processor: dict[str, Any]) -> Any:
     return Gemma4ImageProcessorPil(**{name: it for name, it in processor.items() if name != "image_processor_type"})
 
 
-def inputs_of(*images: Image.Image, bounds: PixelBounds = MODEL_BOUNDS) -> list[EncoderInput]:
-    planner, preprocess = Gemma4Planner(CONFIG, PROCESSOR), Gemma4Preprocessor(CONFIG, PROCESSOR)
-    return [
-        part
-        for one in images
-        for part in preprocess(png(one), planner.plan(probe_image(png(one)), ItemContext(bounds)))
-    ]
-
-
-def check_pixels(width: int, height: int, settings: dict[str, Any] | None = None) -> None:
-    image, processor = picture(width, height, width + height), PROCESSOR | (settings or {})
-    plan = Gemma4Planner(CONFIG, processor).plan(probe_image(png(image)))
-    [part] = Gemma4Preprocessor(CONFIG, processor)(png(image), plan)
-    made = reference_of(processor)([image], return_tensors="pt")
-    assert torch.equal(in_rows(part), made["pixel_values"][0, : plan.patches])
-    assert plan.rows == made["num_soft_tokens_per_image"][0]
-    assert (made["image_position_ids"][0, plan.patches :] == -1).all()
-
-
-def test_pixels_are_the_pillow_processors() -> None:
-    source = random.Random(0)
-    sizes = [(1, 1), (840, 12), (190, 3), (2, 350), (96, 96), (108, 84)]
-    for width, height in [*sizes, *((source.randint(1, 300), source.randint(2, 300)) for _ in "12345678")]:
-        check_pixels(width, height)
-    check_pixels(80, 60, {"do_normalize": True, "image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.6, 0.4]})
-    check_pixels(80, 60, {"resample": 2, "max_soft_tokens": 70, "rescale_factor": 0.01})
-
-
-@pytest.mark.slow
-def test_pixels_of_many_sizes() -> None:
-    source = random.Random(2)
-    for _ in range(1000):
-        check_pixels(source.randint(3, 500), source.randint(3, 500))
-
-
-def plans_are_the_processors(count: int) -> None:
+@pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.slow)])
+def test_plans_are_the_processors(count: int) -> None:
     source = random.Random(1)
     for _ in range(count):
         rows = source.choice((70, 140, 280, 560, 1120))
@@ -109,15 +64,6 @@ def plans_are_the_processors(count: int) -> None:
         assert plan.rows <= rows
 
 
-def test_plans_are_the_processors() -> None:
-    plans_are_the_processors(300)
-
-
-@pytest.mark.slow
-def test_many_plans_are_the_processors() -> None:
-    plans_are_the_processors(3000)
-
-
 def test_published_numbers_of_tokens() -> None:
     """Images become at most 280 by default, and fewer if their shape leaves a rest."""
     planner = Gemma4Planner(PUBLISHED, {})
@@ -129,7 +75,7 @@ def test_published_numbers_of_tokens() -> None:
 
 def test_more_embeddings_than_by_default() -> None:
     """The preprocessor checks plans, which come from another process."""
-    config = changed(vision_config={"position_embedding_size": 420})
+    config = config_of(GEMMA, vision_config={"position_embedding_size": 420})
     planner, preprocess = Gemma4Planner(config, PROCESSOR), Gemma4Preprocessor(config, PROCESSOR)
     data = png(picture(130, 100, 1))
     [part] = preprocess(data, planner.plan(probe_image(data), ItemContext(options={"max_soft_tokens": 140})))
@@ -165,7 +111,7 @@ def test_bounds_of_the_area() -> None:
     for least, most in ((0, 48 * 48 - 1), (0, 1121 * 48 * 48), (267 * 48 * 48, 0), (5000, 4000)):
         with pytest.raises(BadMediaSize):
             size(least, most)
-    [part] = inputs_of(picture(130, 100, 1), bounds=PixelBounds(0, 20 * FACTOR**2))
+    [part] = inputs_of(GEMMA, picture(130, 100, 1), context=ItemContext(PixelBounds(0, 20 * FACTOR**2)))
     assert part.grid == (1, 9, 15)
 
 
@@ -174,13 +120,10 @@ def test_an_input_that_isnt_planned(tmp_path: Path) -> None:
     other = Gemma4Planner(CONFIG, PROCESSOR).plan(probe_image(data), ItemContext(PixelBounds(0, 3000)))
     with pytest.raises(PlanMismatch, match="resized"):
         next(iter(Gemma4Preprocessor(CONFIG, PROCESSOR)(data, _with_bounds(other))))
-    [part] = inputs_of(picture(16, 16, 1))
-    tower = tower_of(make_tiny(tmp_path, GEMMA))
-    for grid in ((1, 24, 25), (1, 1, 576), (1, 576, 1), (1, 32, 18)):
-        with pytest.raises(PlanMismatch, match="fill"):
-            tower.encode([EncoderInput(part.patches, grid, "name")])
     with pytest.raises(PlanMismatch, match="more than 210"):
-        tower.encode([EncoderInput(np.zeros((639, 48), np.float32), (1, 3, 213), "name")])
+        tower_of(make_tiny(tmp_path, GEMMA)).encode(
+            [EncoderInput(np.zeros((639, 48), np.float32), (1, 3, 213), "name")]
+        )
 
 
 def _with_bounds(plan: Any) -> Any:
@@ -189,17 +132,13 @@ def _with_bounds(plan: Any) -> Any:
     return replace(plan, bounds=MODEL_BOUNDS)
 
 
-def tower_of(folder: Path, weights: Any = FP32) -> Encoder:
-    return load_adapter(folder).load_encoder(Checkpoint(folder), weights, CPU)
-
-
 IMAGES = [picture(200, 150, 1), picture(31, 90, 2), picture(16, 8, 3), picture(300, 9, 4)]
 
 
 def test_layers_without_clipping_are_compiled(tmp_path: Path) -> None:
     """To the same rows as module by module."""
     folder = make_tiny(tmp_path, GEMMA, config={"vision_config": GEMMA4_VISION | {"use_clipped_linears": False}})
-    parts, tower = inputs_of(*IMAGES), cast(Any, tower_of(folder)).towers["vision"]
+    parts, tower = inputs_of(GEMMA, *IMAGES), cast(Any, tower_of(folder)).towers["vision"]
     found = torch.cat(tower.encode(parts))
     for layer in tower.layers:
         assert isinstance(layer, TowerLayer)
@@ -216,49 +155,6 @@ def test_bounds_the_wrong_way_round(tmp_path: Path) -> None:
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"input_min -1.* exceeds .*input_max -9"):
         tower_of(folder)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"text_config": {"use_bidirectional_attention": "all"}}, "use_bidirectional_attention 'all'"),
-        ({"text_config": {"pad_token_id": 10**6}}, "pad_token_id"),
-        ({"text_config": {"pad_token_id": None}}, "pad_token_id"),
-        ({"text_config": None}, "text_config"),
-        ({"image_token_id": "<image>"}, "image_token_id"),
-        ({"vision_config": {"model_type": "siglip_vision_model"}}, "model_type"),
-        ({"vision_config": {"num_key_value_heads": 1}}, "num_key_value_heads"),
-        ({"vision_config": {"head_dim": 18}}, "head_dim"),
-        ({"vision_config": {"num_hidden_layers": 10**6}}, "num_hidden_layers"),
-        ({"vision_config": {"patch_size": 10**6}}, "patches of 1000000 pixels"),
-        ({"vision_config": {"pooling_kernel_size": 0}}, "pooling_kernel_size"),
-        ({"vision_config": {"hidden_activation": "relu"}}, "hidden_activation"),
-        ({"vision_config": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_parameters"),
-        ({"vision_config": {"rope_parameters": [1]}}, "rope_parameters"),
-        ({"vision_config": {"rope_parameters": {"rope_theta": 0.0}}}, "rope_theta"),
-        ({"vision_config": {"use_clipped_linears": 1}}, "use_clipped_linears"),
-    ],
-)
-def test_bad_configs(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        Gemma4(changed(**settings))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_soft_tokens": 100}, "max_soft_tokens"),
-        ({"max_soft_tokens": None}, "max_soft_tokens"),
-        ({"max_soft_tokens": [70]}, "max_soft_tokens"),
-        ({"max_soft_tokens": 140}, "position_embedding_size 210 is less than the 420"),
-        ({"patch_size": 16}, "patch_size is 16"),
-        ({"pooling_kernel_size": 2}, "pooling_kernel_size is 2"),
-    ],
-)
-def test_bad_processors(settings: dict[str, Any], message: str) -> None:
-    for kind in (Gemma4Planner, Gemma4Preprocessor):
-        with pytest.raises(CheckpointError, match=message):
-            kind(CONFIG, PROCESSOR | settings)
 
 
 def test_markers(tmp_path: Path) -> None:

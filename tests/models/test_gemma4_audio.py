@@ -68,7 +68,8 @@ def test_features_equal_the_reference(number: int) -> None:
         assert np.array_equal(features(clip), expected)
 
 
-def tokens_equal_the_reference(count: int) -> None:
+@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.slow)])
+def test_numbers_of_tokens(count: int) -> None:
     source = random.Random(3)
     for number in range(count):
         samples = (161, 320, 321, 480_000)[number] if number < 4 else source.randint(161, 480_000)
@@ -76,15 +77,6 @@ def tokens_equal_the_reference(count: int) -> None:
         _, tokens = reference_of({"feature_size": 20}, np.zeros(samples, np.float32))
         assert plan.rows == tokens <= 750
         assert plan.is_whole
-
-
-def test_numbers_of_tokens() -> None:
-    tokens_equal_the_reference(60)
-
-
-@pytest.mark.slow
-def test_many_numbers_of_tokens() -> None:
-    tokens_equal_the_reference(3000)
 
 
 def test_too_short_and_too_long() -> None:

@@ -11,14 +11,13 @@ from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProce
 
 from tests.models.golden.make_glm_videos import FILE, SIZE
 from tests.models.golden.make_videos import digest, video
-from tests.support.image_cases import picture, png
+from tests.support.image_cases import png
 from tests.support.tiny import GLM
 from triptych.errors import BadMediaSize, CheckpointError, UnsupportedMedia
 from triptych.media import frames
 from triptych.models.glm4v.plan import Glm4vPlanner
 from triptych.models.glm4v.preprocess import Glm4vPreprocessor
 from triptych.models.shared.video import sampled_frames
-from triptych.prompt.probe import probe_image
 from triptych.types import FrameSampling, ImageHeader, ItemContext, PixelBounds, VideoHeader
 
 CONFIG = GLM["glm4v"].config
@@ -34,32 +33,8 @@ def reference_of(processor: dict[str, Any]) -> Any:
     return Glm4vImageProcessorPil(**{name: it for name, it in processor.items() if name != "image_processor_type"})
 
 
-def check_patches(processor: dict[str, Any], width: int, height: int) -> None:
-    image = picture(width, height, width + height)
-    plan = Glm4vPlanner(CONFIG, processor).plan(probe_image(png(image)))
-    [part] = Glm4vPreprocessor(CONFIG, processor)(png(image), plan)
-    expected = reference_of(processor)(image, return_tensors="np")
-    assert plan.grid == part.grid == tuple(expected["image_grid_thw"][0])
-    assert plan.rows == len(part.patches) // 4
-    np.testing.assert_array_equal(part.patches, expected["pixel_values"])
-
-
-@pytest.mark.parametrize("settings", [{}, {"size": {"shortest_edge": 2 * 100 * 100, "longest_edge": 2 * 300 * 301}}])
-def test_patches_are_the_pillow_processors(settings: dict[str, Any]) -> None:
-    source = random.Random(0)
-    sizes = [(1, 1), (56, 56), (190, 3), (2, 150), *((source.randint(1, 700), source.randint(4, 700)) for _ in "12345")]
-    for width, height in sizes:
-        check_patches(PROCESSOR | settings, width, height)
-
-
-@pytest.mark.slow
-def test_patches_of_many_sizes() -> None:
-    source = random.Random(2)
-    for _ in range(1000):
-        check_patches(PROCESSOR, source.randint(4, 500), source.randint(4, 500))
-
-
-def plans_are_the_processors(count: int) -> None:
+@pytest.mark.parametrize("count", [200, pytest.param(3000, marks=pytest.mark.slow)])
+def test_plans_are_the_processors(count: int) -> None:
     """With the sizes of released checkpoints, and with those of the class."""
     source = random.Random(1)
     for settings in ({}, {"size": {"shortest_edge": 12544, "longest_edge": 9633792}}):
@@ -69,15 +44,6 @@ def plans_are_the_processors(count: int) -> None:
             plan = planner.plan(ImageHeader("PNG", width, height))
             assert plan.patches == reference.get_number_of_image_patches(height, width)
             assert plan.is_whole
-
-
-def test_plans_are_the_processors() -> None:
-    plans_are_the_processors(200)
-
-
-@pytest.mark.slow
-def test_many_plans_are_the_processors() -> None:
-    plans_are_the_processors(3000)
 
 
 def video_config(case: dict[str, Any]) -> dict[str, Any]:

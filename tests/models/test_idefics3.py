@@ -1,32 +1,27 @@
 """Idefics3 and SmolVLM: plans, pixels, rows and keys as transformers has them, their text, and bad configs."""
 
 import random
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from PIL import Image
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from tests.support.checkpoints import load_adapter
+from tests.support.family_parts import config_of, inputs_of
 from tests.support.image_cases import picture, png
 from tests.support.tiny import AROUND_IDS, OWN_TOWERS, make_tiny
-from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import BadMediaSize, CheckpointError, InvalidRequest, PlanMismatch
-from triptych.layers.encoder import Encoder
 from triptych.layers.linear import WEIGHT_FORMATS
-from triptych.models.base import EncoderInput, ModelConfig
-from triptych.models.idefics3.encoder import Idefics3
+from triptych.models.base import ModelConfig
 from triptych.models.idefics3.plan import Idefics3Planner
 from triptych.models.idefics3.preprocess import Idefics3Preprocessor
 from triptych.models.shared.shares import places
 from triptych.prompt.probe import probe_image
 from triptych.prompt.prompt import PromptBuilder
-from triptych.types import MODEL_BOUNDS, ImageHeader, ItemContext, ItemPlan, PixelBounds
+from triptych.types import ImageHeader, ItemContext, ItemPlan, PixelBounds
 
 CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
@@ -39,67 +34,17 @@ RELEASED |= {"Idefics3-8B": (1456, 364, 14, 2, 169)}
 """Longest edge, tile, patch, patches per side of an embedding, and embeddings of a tile."""
 
 
-def changed(**settings: Any) -> ModelConfig:
-    """The tiny config with these settings; a dict changes a section's."""
-    config = deepcopy(CONFIG)
-    for name, value in settings.items():
-        config[name] = config[name] | value if isinstance(config.get(name), dict) and value else value
-    return config
-
-
 def reference_of(name: str, processor: dict[str, Any]) -> Any:
     return REFERENCES[name](**{key: it for key, it in processor.items() if key != "image_processor_type"})
 
 
-def inputs_of(
-    *images: Image.Image, processor: dict[str, Any] = PROCESSOR, bounds: PixelBounds = MODEL_BOUNDS
-) -> list[EncoderInput]:
-    planner, preprocess = Idefics3Planner(CONFIG, processor), Idefics3Preprocessor(CONFIG, processor)
-    return [
-        part
-        for one in images
-        for part in preprocess(png(one), planner.plan(probe_image(png(one)), ItemContext(bounds)))
-    ]
-
-
-def pixels_of(inputs: list[EncoderInput]) -> torch.Tensor:
-    """Pixels [tiles, 3, 84, 84] of patches: those of the last 4 aren't in any."""
-    patches = torch.cat([torch.from_numpy(item.patches) for item in inputs])
-    return patches.view(-1, 6, 6, 3, 14, 14).permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, 84, 84)
-
-
-def check_pixels(name: str, width: int, height: int, **settings: Any) -> None:
-    image, processor = picture(width, height, width + height), PROCESSOR | settings
-    expected = reference_of(name, processor)([[image]], return_tensors="pt")["pixel_values"][0]
-    assert torch.equal(pixels_of(inputs_of(image, processor=processor)), expected[..., :84, :84])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_pixels_are_the_pillow_processors(name: str) -> None:
-    source = random.Random(0)
-    sizes = [(1, 1), (88, 88), (190, 3), (2, 150), (241, 240), (500, 100)]
-    for width, height in [*sizes, *((source.randint(1, 300), source.randint(2, 300)) for _ in "123456")]:
-        check_pixels(name, width, height)
-    for width, height in sizes:
-        check_pixels(name, width, height, do_image_splitting=False)
-        check_pixels(name, width, height, size={"longest_edge": 88})
-        check_pixels(name, width, height, size={"longest_edge": 241})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_pixels_of_many_sizes(name: str) -> None:
-    source = random.Random(2)
-    for _ in range(1000):
-        check_pixels(name, source.randint(3, 500), source.randint(3, 500))
-
-
-def plans_are_the_processors(count: int) -> None:
+@pytest.mark.parametrize("count", [200, pytest.param(3000, marks=pytest.mark.slow)])
+def test_plans_are_the_processors(count: int) -> None:
     """The reference's text for the tiles that its image processor makes; of these, the numbers follow its formulas,
     because making thousands of large images takes minutes."""
     source = random.Random(1)
     for longest, tile, patch, merge, rows in RELEASED.values():
-        config = changed(scale_factor=merge, vision_config={"image_size": tile, "patch_size": patch})
+        config = config_of("smolvlm", scale_factor=merge, vision_config={"image_size": tile, "patch_size": patch})
         processor = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": tile}}
         planner = Idefics3Planner(config, processor)
         for _ in range(count):
@@ -138,15 +83,6 @@ def text_of(rows: int, columns: int) -> str:
     return text
 
 
-def test_plans_are_the_processors() -> None:
-    plans_are_the_processors(200)
-
-
-@pytest.mark.slow
-def test_many_plans_are_the_processors() -> None:
-    plans_are_the_processors(3000)
-
-
 def test_tiles_of_the_pixels() -> None:
     """The steps without pixels count the tiles that those with pixels make."""
     source = random.Random(3)
@@ -168,21 +104,14 @@ def test_bounds_of_the_area() -> None:
     for least, most in ((0, tile - 1), (0, 10 * tile), (5 * tile, 4 * tile), (5 * tile, 6 * tile)):
         with pytest.raises(BadMediaSize):
             tiles(least, most)
-    assert len(inputs_of(picture(300, 290, 1), bounds=PixelBounds(0, 4 * tile))) == 5
+    assert len(inputs_of("smolvlm", picture(300, 290, 1), context=ItemContext(PixelBounds(0, 4 * tile)))) == 5
 
 
-def test_an_input_that_isnt_planned(tmp_path: Path) -> None:
+def test_an_input_that_isnt_planned() -> None:
     data = png(picture(300, 200, 1))
     other = Idefics3Planner(CONFIG, PROCESSOR | {"size": {"longest_edge": 100}}).plan(probe_image(data))
     with pytest.raises(PlanMismatch, match="tiles"):
         next(Idefics3Preprocessor(CONFIG, PROCESSOR)(data, other))
-    [part] = inputs_of(picture(16, 16, 1), bounds=PixelBounds(0, 88 * 88))
-    with pytest.raises(PlanMismatch, match="fill"):
-        tower_of(make_tiny(tmp_path, "smolvlm")).encode([EncoderInput(part.patches, (1, 4, 9), "name")])
-
-
-def tower_of(folder: Path, weights: Any = FP32) -> Encoder:
-    return load_adapter(folder).load_encoder(Checkpoint(folder), weights, CPU)
 
 
 @pytest.mark.parametrize("side", [6, 22, 26, 27, 32])
@@ -199,42 +128,6 @@ def test_places(side: int) -> None:
         module.position_embedding.weight.copy_(torch.arange(side**2)[:, None])
         found = module(torch.zeros(1, 3, side, side), torch.ones(1, side, side, dtype=torch.bool))
     assert torch.equal(found.flatten().long(), places(side))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"scale_factor": 4}, "scale_factor"),
-        ({"scale_factor": 0}, "scale_factor"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),
-        ({"vision_config": {"hidden_act": "gelu_new"}}, "hidden_act"),
-        ({"vision_config": {"model_type": "siglip_vision_model"}}, "model_type"),
-        ({"vision_config": {"num_attention_heads": 5}}, "divide"),
-        ({"vision_config": {"image_size": 10**9}}, "image_size"),
-        ({"vision_config": {"num_hidden_layers": 10**6}}, "num_hidden_layers"),
-        ({"text_config": {"model_type": "smolvlm"}}, "text_config.model_type"),
-        ({"text_config": None}, "text_config"),
-    ],
-)
-def test_bad_configs(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        Idefics3(changed(**settings))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"size": {"longest_edge": 86}}, "longest_edge"),
-        ({"size": {"longest_edge": 5000}}, "longest_edge"),
-        ({"size": 240}, "longest_edge"),
-        ({"max_image_size": {"longest_edge": 90}}, "max_image_size"),
-        ({"do_image_splitting": 1}, "do_image_splitting"),
-    ],
-)
-def test_bad_processors(settings: dict[str, Any], message: str) -> None:
-    for kind in (Idefics3Planner, Idefics3Preprocessor):
-        with pytest.raises(CheckpointError, match=message):
-            kind(CONFIG, PROCESSOR | settings)
 
 
 def test_too_many_tiles() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import random
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from tests.support.image_cases import picture, png
 from tests.support.llama4 import Llama4Pixels
 from tests.support.tiny import OWN_TOWERS, TILE_IDS, make_tiny
 from triptych.api.media_parts import MediaSettings
-from triptych.errors import BadMediaSize, CheckpointError, InvalidRequest, PlanMismatch
+from triptych.errors import BadMediaSize, InvalidRequest, PlanMismatch
 from triptych.models.base import EncoderInput, ModelConfig
 from triptych.models.llama4.encoder import Llama4
 from triptych.models.llama4.plan import Llama4Planner
@@ -77,14 +76,6 @@ PUBLISHED: ModelConfig = {
 """Of Llama 4 Scout."""
 
 
-def changed(**settings: Any) -> ModelConfig:
-    """The tiny config with these settings; a dict changes a section's."""
-    config = deepcopy(CONFIG)
-    for name, value in settings.items():
-        config[name] = config[name] | value if isinstance(config.get(name), dict) and value else value
-    return config
-
-
 def inputs_of(
     *images: Image.Image, processor: dict[str, Any] = PROCESSOR, options: dict[str, OptionValue] | None = None
 ) -> list[EncoderInput]:
@@ -117,7 +108,8 @@ def test_pixels_of_the_tests_processor() -> None:
         assert digest(patches.contiguous().numpy()) == case["digest"]
 
 
-def plans_are_the_processors(count: int) -> None:
+@pytest.mark.parametrize("count", [150, pytest.param(3000, marks=pytest.mark.slow)])
+def test_plans_are_the_processors(count: int) -> None:
     """Sizes of the scaled image and of its canvas, from which rows follow."""
     source = random.Random(1)
     for settings in ({}, {"max_patches": 5}, {"resize_to_max_canvas": True}):
@@ -134,15 +126,6 @@ def plans_are_the_processors(count: int) -> None:
             tiles = canvas[0] * canvas[1] // 336**2
             assert plan.rows == 144 * (tiles + (tiles > 1))
             assert plan.is_whole
-
-
-def test_plans_are_the_processors() -> None:
-    plans_are_the_processors(150)
-
-
-@pytest.mark.slow
-def test_many_plans_are_the_processors() -> None:
-    plans_are_the_processors(3000)
 
 
 def test_the_published_config() -> None:
@@ -183,51 +166,6 @@ def test_plans_of_other_processes_are_checked() -> None:
     for other in ({"max_patches": 2}, {"resize_to_max_canvas": True, "max_patches": 3}):
         with pytest.raises(PlanMismatch, match="its plan says otherwise"):
             list(Llama4Preprocessor(CONFIG, PROCESSOR | other)(data, plan))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"vision_config": {"vision_feature_select_strategy": "full"}}, "vision_feature_select_strategy"),
-        ({"vision_config": {"vision_feature_layer": -2}}, "vision_feature_layer"),
-        ({"vision_config": {"multi_modal_projector_bias": True}}, "multi_modal_projector_bias"),
-        ({"vision_config": {"model_type": "clip_vision_model"}}, "model_type"),
-        ({"vision_config": {"hidden_act": "silu"}}, "hidden_act"),
-        ({"vision_config": {"pixel_shuffle_ratio": 0.3}}, "pixel_shuffle_ratio"),
-        ({"vision_config": {"pixel_shuffle_ratio": 2.0}}, "pixel_shuffle_ratio"),
-        ({"vision_config": {"image_size": 70}}, "pixel_shuffle_ratio"),
-        ({"vision_config": {"image_size": [56, 56]}}, "image_size"),
-        ({"vision_config": {"image_size": 10**6}}, "image_size"),
-        ({"vision_config": {"intermediate_size": 96}}, "intermediate_size"),
-        ({"vision_config": {"projector_input_dim": 48}}, "projector_input_dim"),
-        ({"vision_config": {"vision_output_dim": 48}}, "vision_output_dim"),
-        ({"vision_config": {"num_attention_heads": 16}}, "two axes"),
-        ({"vision_config": {"rope_parameters": {"rope_type": "yarn"}}}, "yarn"),
-        ({"vision_config": None}, "vision_config"),
-        ({"text_config": {"model_type": "llama4"}}, "text_config.model_type"),
-        ({"text_config": None}, "text_config"),
-    ],
-)
-def test_bad_configs(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        Llama4(changed(**settings))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"size": {"height": 56, "width": 70}}, "size"),
-        ({"max_patches": 10**6}, "max_patches"),
-        ({"max_patches": 0}, "max_patches"),
-        ({"resize_to_max_canvas": 1}, "resize_to_max_canvas"),
-    ],
-)
-def test_bad_processors(settings: dict[str, Any], message: str) -> None:
-    for kind in (Llama4Planner, Llama4Preprocessor):
-        with pytest.raises(CheckpointError, match=message):
-            kind(CONFIG, PROCESSOR | settings)
-    with pytest.raises(CheckpointError, match="resample"):
-        Llama4Preprocessor(CONFIG, PROCESSOR | {"resample": 0})
 
 
 def test_separators_between_tiles(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """LLaVA-NeXT and LLaVA-OneVision: plans, pixels, rows and keys as transformers has them, and bad configs."""
 
 import random
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,15 @@ from transformers.models.llava_next.processing_llava_next import LlavaNextProces
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 
-from tests.support.checkpoints import load_adapter, load_reference
+from tests.support.checkpoints import load_reference
+from tests.support.family_parts import config_of, processor_of, tower_of
 from tests.support.forward import assert_rows
 from tests.support.image_cases import picture, png
-from tests.support.tiny import OWN_TOWERS, make_tiny
-from triptych.checkpoint.reader import Checkpoint
-from triptych.errors import BadMediaSize, CheckpointError, MediaTooLarge, PlanMismatch
-from triptych.layers.encoder import Encoder
+from tests.support.tiny import make_tiny
+from triptych.errors import BadMediaSize, MediaTooLarge, PlanMismatch
 from triptych.layers.linear import WEIGHT_FORMATS
 from triptych.models.base import EncoderInput, ModelConfig
 from triptych.models.llava.anyres import DEFAULTS
-from triptych.models.llava.encoder import LlavaNext
 from triptych.models.llava.next_plan import LlavaNextPlanner, LlavaOneVisionPlanner
 from triptych.models.llava.next_preprocess import LlavaNextPreprocessor, LlavaOneVisionPreprocessor
 from triptych.models.shared.vision_transformer import MAX_STATES
@@ -41,18 +38,6 @@ REFERENCES: dict[str, Any] = {
     "llava_onevision": LlavaOnevisionImageProcessorPil,
 }
 PUBLISHED_TILES = {"llava_next": 336, "llava_onevision": 384}
-
-
-def config_of(name: str, **settings: Any) -> ModelConfig:
-    """The tiny config with these settings; a dict changes a section's."""
-    config = deepcopy(OWN_TOWERS[name].config)
-    for key, value in settings.items():
-        config[key] = config[key] | value if isinstance(config.get(key), dict) and isinstance(value, dict) else value
-    return config
-
-
-def processor_of(name: str, **settings: Any) -> dict[str, Any]:
-    return {**(OWN_TOWERS[name].preprocessor or {}), **settings}
 
 
 def published(name: str) -> tuple[ModelConfig, dict[str, Any]]:
@@ -87,31 +72,6 @@ def pixels_of(inputs: list[EncoderInput]) -> torch.Tensor:
 def processed(name: str, images: list[Image.Image]) -> Any:
     """What the reference makes of one request's images."""
     return reference_of(name, processor_of(name))([images], return_tensors="pt")
-
-
-def check_pixels(name: str, width: int, height: int) -> None:
-    image = picture(width, height, width + height)
-    found, expected = pixels_of(inputs_of(name, image)), processed(name, [image])["pixel_values"][0]
-    assert torch.equal(found, expected[: len(found), :, :70, :70])
-    assert planned(name, image).rows == 25 or len(found) == len(expected)
-
-
-SIZES = [(75, 75), (190, 3), (2, 150), (7, 7), (300, 100)]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_pixels_are_the_pillow_processors(name: str) -> None:
-    source = random.Random(0)
-    for width, height in [*SIZES, *((source.randint(1, 300), source.randint(2, 300)) for _ in "12345678")]:
-        check_pixels(name, width, height)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_pixels_of_many_sizes(name: str) -> None:
-    source = random.Random(2)
-    for _ in range(1000):
-        check_pixels(name, source.randint(4, 500), source.randint(4, 500))
 
 
 def test_pixels_of_several_images() -> None:
@@ -210,10 +170,6 @@ def test_bounds_among_several_images() -> None:
     assert part.grid == (1, 5, 5)
 
 
-def tower_of(folder: Path, weights: Any = FP32) -> Encoder:
-    return load_adapter(folder).load_encoder(Checkpoint(folder), weights, CPU)
-
-
 ROW_CASES = [
     ("llava_next", [(200, 150)]),
     ("llava_next", [(75, 75), (3, 140), (300, 60), (500, 499)]),
@@ -249,46 +205,6 @@ def test_parts_in_one_batch(tmp_path: Path, name: str) -> None:
     times = 1 + MAX_STATES // sum(len(part.patches) for part in parts)
     for rows, expected in zip(tower.encode(parts * times), alone * times, strict=True):
         assert_rows(rows, expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("llava_next", {"vision_feature_select_strategy": "full"}, "full"),
-        ("llava_onevision", {"vision_feature_select_strategy": "default"}, "default"),
-        ("llava_onevision", {"vision_aspect_ratio": "anyres"}, "vision_aspect_ratio"),
-        ("llava_onevision", {"vision_aspect_ratio": "anyres_max_0"}, "vision_aspect_ratio"),
-        ("llava_onevision", {"vision_aspect_ratio": 9}, "vision_aspect_ratio"),
-        ("llava_next", {"image_grid_pinpoints": [[75, 80]]}, "image_grid_pinpoints"),
-        ("llava_next", {"image_grid_pinpoints": []}, "image_grid_pinpoints"),
-        ("llava_next", {"image_grid_pinpoints": [[75, 75, 75]]}, "image_grid_pinpoints"),
-        ("llava_next", {"image_grid_pinpoints": [[75 * 9, 75 * 8]]}, "image_grid_pinpoints"),
-        ("llava_next", {"image_grid_pinpoints": [[75, 75.0]]}, "image_grid_pinpoints"),
-        ("llava_next", {"image_grid_pinpoints": [[75, 75]]}, "image_grid_pinpoints aren't those"),
-        ("llava_next", {"vision_config": {"model_type": "pixtral"}}, "pixtral"),
-        ("llava_next", {"vision_config": {"model_type": ["clip_vision_model"]}}, "model_type"),
-        ("llava_onevision", {"vision_config": {"hidden_act": "gelu_new"}}, "hidden_act"),
-        ("llava_onevision", {"text_config": {"model_type": "llava"}}, "text_config.model_type"),
-    ],
-)
-def test_bad_configs(name: str, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        LlavaNext(config_of(name, **settings))
-        PLANNERS[name](config_of(name, **settings), processor_of(name))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"size": {"shortest_edge": 224}}, "size"),
-        ({"crop_size": {"height": 75, "width": 70}}, "crop_size"),
-        ({"image_mean": [5, 5, 5]}, "colour"),
-        ({"image_grid_pinpoints": 5}, "image_grid_pinpoints"),
-    ],
-)
-def test_bad_processors(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        LlavaNextPreprocessor(config_of("llava_next"), processor_of("llava_next", **settings))
 
 
 def test_a_thin_image_among_several() -> None:

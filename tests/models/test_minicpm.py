@@ -2,7 +2,6 @@
 
 import json
 import random
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from PIL import Image
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
 from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPMV4_6VideoProcessor
@@ -18,18 +16,16 @@ from transformers.video_utils import VideoMetadata
 
 from tests.models.golden.make_minicpm_videos import FILE, settings_of
 from tests.models.golden.make_videos import digest, video
-from tests.support.checkpoints import load_adapter, load_reference
+from tests.support.checkpoints import load_reference
 from tests.support.clips import packed
+from tests.support.family_parts import config_of, inputs_of, tower_of
 from tests.support.forward import assert_close, assert_rows
 from tests.support.image_cases import picture, png
 from tests.support.tiny import MINICPMV4_6, SLICE_IDS, SLICES, make_tiny
-from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import BadMediaSize, CheckpointError, MediaTooLarge, PlanMismatch, UnsupportedMedia
-from triptych.layers.encoder import Encoder
-from triptych.layers.linear import WEIGHT_FORMATS
 from triptych.media import frames
-from triptych.models.base import EncoderInput, ModelConfig
-from triptych.models.minicpmv.encoder import MiniCPMV46, shares
+from triptych.models.base import ModelConfig
+from triptych.models.minicpmv.encoder import shares
 from triptych.models.minicpmv.navit import places
 from triptych.models.minicpmv.plan import MiniCPMV46Planner
 from triptych.models.minicpmv.preprocess import MiniCPMV46Preprocessor
@@ -38,6 +34,7 @@ from triptych.prompt.probe import probe_image
 from triptych.prompt.prompt import PromptBuilder
 from triptych.types import MODEL_SAMPLING, FrameSampling, ImageHeader, ItemContext, ItemPlan, PixelBounds, VideoHeader
 
+FAMILY = "minicpmv4_6"
 CONFIG: ModelConfig = MINICPMV4_6.config
 RELEASED = {"scale_resolution": 448, "max_slice_nums": 9}
 DIVISORS = {"16x": 16, "4x": 4}
@@ -91,7 +88,7 @@ def check_plan(planner: MiniCPMV46Planner, images: Any, width: int, height: int,
 def plans_are_the_processors(count: int) -> None:
     """Of released sizes, with random options."""
     source = random.Random(1)
-    config = changed(vision_config={"patch_size": 14, "image_size": 980})
+    config = config_of(FAMILY, vision_config={"patch_size": 14, "image_size": 980})
     planner = MiniCPMV46Planner(config, RELEASED)
     for number in range(count):
         longest = source.choice((300, 1000, 4000))
@@ -114,39 +111,6 @@ def test_plans_are_the_processors() -> None:
 @pytest.mark.slow
 def test_many_plans_are_the_processors() -> None:
     plans_are_the_processors(3000)
-
-
-def changed(**settings: Any) -> ModelConfig:
-    """The tiny config with these settings; a dict changes a section's."""
-    config = deepcopy(CONFIG)
-    for name, value in settings.items():
-        config[name] = config[name] | value if isinstance(config.get(name), dict) and value else value
-    return config
-
-
-def inputs_of(*images: Image.Image, settings: dict[str, Any] = SLICES, **options: Any) -> list[EncoderInput]:
-    planner, preprocess = MiniCPMV46Planner(CONFIG, settings), MiniCPMV46Preprocessor(CONFIG, settings)
-    context = ItemContext(options=options)
-    return [part for one in images for part in preprocess(png(one), planner.plan(probe_image(png(one)), context))]
-
-
-def check_pixels(width: int, height: int, **settings: Any) -> None:
-    image, settings = picture(width, height, width + height), SLICES | settings
-    expected = reference_of(settings)([[image]], return_tensors="np")
-    found = inputs_of(image, settings=settings)
-    assert [list(part.grid[1:]) for part in found] == expected["target_sizes"].tolist()
-    pixels = expected["pixel_values"][0].reshape(3, 4, -1, 4).transpose(2, 0, 1, 3)
-    assert np.array_equal(np.concatenate([part.patches for part in found]), pixels.reshape(len(pixels), -1))
-
-
-def test_pixels_are_the_pillow_processors() -> None:
-    source = random.Random(0)
-    sizes = [(1, 1), (48, 48), (190, 3), (2, 150), (241, 240), (500, 100), (49, 48)]
-    for width, height in [*sizes, *((source.randint(1, 300), source.randint(2, 300)) for _ in range(20))]:
-        check_pixels(width, height)
-    for width, height in sizes:
-        check_pixels(width, height, downsample_mode="4x", max_slice_nums=9)
-        check_pixels(width, height, slice_mode=False, resample=2)
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -206,29 +170,28 @@ def test_frames_that_a_request_asks_for() -> None:
             seen(header, **asked)
 
 
-def tower_of(folder: Path, weights: Any = WEIGHT_FORMATS["float32"]) -> Encoder:
-    return load_adapter(folder).load_encoder(Checkpoint(folder), weights, torch.device("cpu"))
-
-
 IMAGES = [picture(200, 150, 1), picture(31, 90, 2), picture(300, 9, 4), picture(5, 9, 5)]
 
 
 @pytest.mark.parametrize("mode", ["16x", "4x"])
 def test_rows(tmp_path: Path, mode: str) -> None:
-    folder = make_tiny(tmp_path, "minicpmv4_6")
+    folder = make_tiny(tmp_path, FAMILY)
     model = cast(Any, load_reference(folder, torch.float32))
     processed = reference_of(SLICES | {"downsample_mode": mode})([IMAGES], return_tensors="pt")
     with torch.inference_mode():
         expected = torch.cat(
             model.get_image_features(processed["pixel_values"], processed["target_sizes"], mode).pooler_output
         )
-    rows = torch.cat(tower_of(folder).encode(inputs_of(*IMAGES, downsample_mode=mode)))
+    rows = torch.cat(
+        tower_of(folder).encode(inputs_of(FAMILY, *IMAGES, context=ItemContext(options={"downsample_mode": mode})))
+    )
     assert_rows(rows, expected)
 
 
 def test_rows_of_both_modes_together(tmp_path: Path) -> None:
-    tower = tower_of(make_tiny(tmp_path, "minicpmv4_6"))
-    coarse, fine = inputs_of(IMAGES[0]), inputs_of(IMAGES[0], downsample_mode="4x")
+    tower = tower_of(make_tiny(tmp_path, FAMILY))
+    context = ItemContext(options={"downsample_mode": "4x"})
+    coarse, fine = inputs_of(FAMILY, IMAGES[0]), inputs_of(FAMILY, IMAGES[0], context=context)
     mixed = [part for pair in zip(coarse, fine, strict=True) for part in pair]
     found, alone = tower.encode(mixed), [*tower.encode(coarse), *tower.encode(fine)]
     assert_close(torch.cat([*found[0::2], *found[1::2]]), torch.cat(alone), 1e-6)
@@ -267,31 +230,10 @@ def test_an_input_that_isnt_planned(tmp_path: Path) -> None:
     alike = tuple(replace(part, payload=part.payload and (part.payload[0], 9, 9)) for part in moving.parts)
     with pytest.raises(PlanMismatch, match="9 by 9"):
         next(preprocess(packed(video(1, 4, 60, 90)), replace(moving, parts=alike)))
-    tower, [part, *_] = tower_of(make_tiny(tmp_path, "minicpmv4_6")), inputs_of(picture(40, 40, 1))
+    tower, [part, *_] = tower_of(make_tiny(tmp_path, FAMILY)), inputs_of(FAMILY, picture(40, 40, 1))
     for bad in ({"grid": (1, 4, 35)}, {"layout": (3,)}, {"grid": (1, 6, 24)}):
         with pytest.raises(PlanMismatch):
             tower.encode([replace(part, **bad)])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"insert_layer_id": 3}, "insert_layer_id"),
-        ({"insert_layer_id": -1}, "insert_layer_id"),
-        ({"merger_times": 2}, "merger_times"),
-        ({"merge_kernel_size": [4, 4]}, "merge_kernel_size"),
-        ({"merge_kernel_size": 2}, "merge_kernel_size"),
-        ({"vision_config": {"window_kernel_size": [2, 4]}}, "window_kernel_size"),
-        ({"vision_config": {"model_type": "siglip_vision_model"}}, "model_type"),
-        ({"vision_config": {"hidden_act": "gelu_new"}}, "hidden_act"),
-        ({"vision_config": {"num_hidden_layers": 10**6}}, "num_hidden_layers"),
-        ({"text_config": None}, "text_config"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),
-    ],
-)
-def test_bad_configs(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        MiniCPMV46(changed(**settings))
 
 
 @pytest.mark.parametrize(
@@ -331,7 +273,7 @@ def test_what_isnt_planned() -> None:
 
 def test_text_around_pieces(tmp_path: Path) -> None:
     """Images are numbered; equal ones have one key."""
-    builder = PromptBuilder(make_tiny(tmp_path, "minicpmv4_6"))
+    builder = PromptBuilder(make_tiny(tmp_path, FAMILY))
     image = {"type": "image", "data": png(picture(300, 200, 1))}
     text = {"type": "text", "text": "and"}
     prompt = builder.build([{"role": "user", "content": [image, text, image]}])

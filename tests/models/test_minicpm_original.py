@@ -6,23 +6,20 @@ import random
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.support import minicpm
-from tests.support.checkpoints import load_adapter
+from tests.support.family_parts import tower_of
 from tests.support.forward import assert_rows
 from tests.support.image_cases import picture, png
-from tests.support.minicpm import OLD_IDS, PROCESSOR, MiniCPMReference, config_of, make_minicpm, pieces_of, pixels_of
+from tests.support.minicpm import OLD_IDS, PROCESSOR, MiniCPMReference, config_of, make_minicpm, pieces_of
 from tests.support.outlines import check_outline
 from tests.support.tiny import MINICPMV4_6, SLICES
 from triptych.api.media_parts import MediaSettings
-from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import BadMediaSize, CheckpointError, InvalidRequest, PlanMismatch, UnsupportedMedia
-from triptych.layers.encoder import Encoder
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS
 from triptych.models.base import EncoderInput
 from triptych.models.minicpmv.navit import places
@@ -95,23 +92,7 @@ def inputs_of(*images: Image.Image, processor: dict[str, Any] = PROCESSOR) -> li
     return [part for one in images for part in preprocess(png(one), planner.plan(probe_image(png(one))))]
 
 
-def test_pixels_are_the_references() -> None:
-    source = random.Random(0)
-    sizes = [(1, 1), (48, 48), (190, 3), (2, 150), (241, 240), (500, 100), (49, 48)]
-    for width, height in [*sizes, *((source.randint(1, 300), source.randint(2, 300)) for _ in range(20))]:
-        image = picture(width, height, width + height)
-        expected = [pixels_of(piece, PROCESSOR) for piece in pieces_of(image, PROCESSOR)]
-        for part, pixels in zip(inputs_of(image), expected, strict=True):
-            _, rows, columns = part.grid
-            found = part.patches.reshape(rows, columns, 3, 4, 4).transpose(2, 0, 3, 1, 4).reshape(pixels.shape)
-            assert np.array_equal(found, pixels)
-
-
 IMAGES = [picture(200, 150, 1), picture(31, 90, 2), picture(300, 9, 4), picture(5, 9, 5)]
-
-
-def tower_of(folder: Path, weights: Any = WEIGHT_FORMATS["float32"]) -> Encoder:
-    return load_adapter(folder).load_encoder(Checkpoint(folder), weights, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("version", VERSIONS)

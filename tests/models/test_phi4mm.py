@@ -5,15 +5,14 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.checkpoints import load_adapter, load_reference
-from tests.support.forward import assert_close, assert_rows
+from tests.support.checkpoints import load_adapter
+from tests.support.family_parts import tower_of
 from tests.support.image_cases import picture, png
-from tests.support.phi4 import Phi4Pixels, grid, num_tokens, phi4_rows
+from tests.support.phi4 import grid, num_tokens
 from tests.support.published_files import make_published_phi4
 from tests.support.tiny import PHI4, make_tiny
 from triptych.checkpoint.reader import Checkpoint
@@ -46,10 +45,6 @@ def inputs_of(width: int, height: int) -> list[EncoderInput]:
     data = png(picture(width, height, 1))
     plan = Phi4MMPlanner(CONFIG, PROCESSOR).plan(probe_image(data))
     return list(Phi4MMPreprocessor(CONFIG, PROCESSOR)(data, plan))
-
-
-def reference_of(width: int, height: int) -> dict[str, torch.Tensor]:
-    return Phi4Pixels(PROCESSOR)([[np.asarray(picture(width, height, 1))]])
 
 
 @pytest.mark.parametrize("count", [400, pytest.param(3000, marks=pytest.mark.slow)])
@@ -99,35 +94,14 @@ def test_thin_images_are_refused(size: tuple[int, int]) -> None:
         planned(*size)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_pixels(size: tuple[int, int]) -> None:
-    tiles, whole = inputs_of(*size)
-    patches = torch.cat([torch.from_numpy(part.patches) for part in (whole, tiles)])
-    pixels = patches.view(-1, 4, 4, 3, 14, 14).permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, 56, 56)
-    assert torch.equal(pixels, reference_of(*size)["image_pixel_values"][0])
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("phi4"), "phi4_multimodal")
 
 
-@torch.inference_mode()
-def test_tower_rows(folder: Path) -> None:
-    """Parts don't depend on the others in a batch."""
-    tower = load_adapter(folder).load_encoder(Checkpoint(folder), FP32, CPU)
-    reference = load_reference(folder)
-    for size in SIZES:
-        inputs = inputs_of(*size)
-        rows = torch.cat(tower.encode(inputs))
-        expected = phi4_rows(reference, reference_of(*size))
-        assert_rows(rows, expected)
-        assert_close(torch.cat([tower.encode([item])[0] for item in inputs]), rows, 1e-5)
-
-
 def test_layouts_are_one_model(folder: Path, tmp_path: Path) -> None:
     published = make_published_phi4(tmp_path / "phi4mm")
-    towers = [load_adapter(one).load_encoder(Checkpoint(one), FP32, CPU) for one in (folder, published)]
+    towers = [tower_of(one) for one in (folder, published)]
     inputs = inputs_of(200, 130)
     for ours, theirs in zip(*(tower.encode(inputs) for tower in towers), strict=True):
         assert torch.equal(ours, theirs)

@@ -1,11 +1,13 @@
 """Planner, preprocessor and tower of each family's tiny checkpoint, and transformers' rows of the same image."""
 
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
@@ -22,10 +24,10 @@ from triptych.checkpoint.config_files import load_config, load_preprocessor_conf
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.encoder import Encoder
 from triptych.layers.linear import WEIGHT_FORMATS, WeightFormat
-from triptych.models.base import EncoderInput, Planner, Preprocessor
+from triptych.models.base import EncoderInput, ModelConfig, Planner, Preprocessor
 from triptych.models.registry import family_of, resolve
 from triptych.prompt.probe import probe_image
-from triptych.types import ItemPlan
+from triptych.types import NO_CONTEXT, ItemContext, ItemPlan
 
 MINICPM_VERSION = 4.5
 FP32 = WEIGHT_FORMATS["float32"]
@@ -37,6 +39,25 @@ def tiny_of(family: str) -> Tiny:
     if family == "qwen3_vl":
         return replace(tiny, preprocessor={**(tiny.preprocessor or {}), "patch_size": 16})
     return tiny
+
+
+def with_settings(family: str, settings: dict[str, Any]) -> Tiny:
+    """The tiny checkpoint with other settings; a dict changes a section's."""
+    config = deepcopy(tiny_of(family).config)
+    for name, value in settings.items():
+        is_section = isinstance(value, dict) and isinstance(config.get(name), dict)
+        config[name] = config[name] | value if is_section else value
+    return replace(tiny_of(family), config=config)
+
+
+def config_of(family: str, **settings: Any) -> ModelConfig:
+    """The config of ``with_settings``."""
+    return with_settings(family, settings).config
+
+
+def processor_of(family: str, **settings: Any) -> dict[str, Any]:
+    """The settings of the tiny checkpoint's image processor, with these."""
+    return {**(tiny_of(family).preprocessor or {}), **settings}
 
 
 def made(tiny: Tiny) -> tuple[Planner, Preprocessor]:
@@ -75,6 +96,12 @@ def parts_of(family: str, image: Image.Image) -> tuple[ItemPlan, list[EncoderInp
     return plan, list(preprocess(png(image), plan))
 
 
+def inputs_of(family: str, *images: Image.Image, context: ItemContext = NO_CONTEXT) -> list[EncoderInput]:
+    """What images become for the tower of the tiny checkpoint."""
+    planner, preprocess = served_parts(family)
+    return [part for one in images for part in preprocess(png(one), planner.plan(probe_image(png(one)), context))]
+
+
 def tower_of(folder: Path, weights: WeightFormat = FP32) -> Encoder:
     return load_adapter(folder).load_encoder(Checkpoint(folder), weights, torch.device("cpu"))
 
@@ -100,3 +127,15 @@ def make_checkpoint(folder: Path, family: str) -> Path:
     if family in ORIGINALS:
         return ORIGINALS[family](folder, seed=4)
     return make_minicpm(folder, MINICPM_VERSION) if family == "minicpmv" else make_tiny(folder, tiny_of(family), seed=4)
+
+
+def bits(values: Any) -> int:
+    """The sum of the values' bits, which doesn't depend on their order: zeros add nothing to it."""
+    return int(np.ascontiguousarray(values, np.float32).view(np.uint32).sum(dtype=np.uint64))
+
+
+def reference_bits(processor: Any, image: Image.Image, seen: int | None = None, **options: Any) -> int:
+    """Those of what a reference's processor makes of an image. ``seen`` is the side, in pixels, of what the tower sees
+    of a tile, if not all."""
+    made = processor([[image]], return_tensors="pt", **options)
+    return sum(bits(it[..., :seen, :seen] if seen else it) for name, it in made.items() if "pixel_values" in name)

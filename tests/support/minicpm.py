@@ -146,6 +146,17 @@ def pixels_of(piece: Image.Image, processor: dict[str, Any]) -> NDArray[np.float
     return pixels
 
 
+class MiniCPMPixels:
+    """``pixels_of`` an image's pieces as an image processor, one after the other."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+
+    def __call__(self, images: Sequence[Sequence[Image.Image]], return_tensors: str = "pt") -> dict[str, Any]:
+        pieces = [piece for image in images[0] for piece in pieces_of(image, self.settings)]
+        return {"pixel_values": np.concatenate([pixels_of(piece, self.settings).ravel() for piece in pieces])}
+
+
 def text_of(image: Image.Image, number: int, processor: dict[str, Any], queries: int) -> str:
     """What stands for an image in the prompt."""
     grid, unknown = grid_of(*image.size, processor["max_slice_nums"], processor["scale_resolution"]), "<unk>" * queries

@@ -18,6 +18,7 @@ from tests.support.cogvlm2 import CogVLM2Pixels
 from tests.support.forward import media_types
 from tests.support.kimi import KimiK25Pixels, KimiVLPixels
 from tests.support.llama4 import Llama4Pixels, projected
+from tests.support.minicpm import MiniCPMPixels
 from tests.support.phi4 import Phi4Pixels, phi4_rows
 from triptych.checkpoint.config_files import load_config
 from triptych.prompt.prompt import PlannedPrompt
@@ -30,6 +31,7 @@ OWN_PROCESSORS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "CogVLM2ImageProcessor": CogVLM2Pixels,
     "KimiVLImageProcessor": KimiVLPixels,
     "Kimi_K25ImageProcessor": KimiK25Pixels,
+    "MiniCPMVImageProcessor": MiniCPMPixels,
 }
 """By ``image_processor_type``: those that transformers doesn't have, or of which its classes need torchvision."""
 
