@@ -1,8 +1,7 @@
 """How the KV cache of a request grows with its context: pages and bytes that it holds, by group of layers, beside what
 it would hold if pages behind sliding windows weren't freed.
 
-    python -m bench.context_memory --out bench/results/context-memory.json --markdown context-memory.md \\
-        --plot context-memory.png
+    python -m bench.context_memory --out bench/results/context-memory.json --markdown context-memory.md
 
 The models are those of ``bench/backbone_checkpoints.py``, without weights: pages are what the engine's own bookkeeping
 hands out while a prompt is computed in steps, right after a step got its pages. So figures don't depend on the machine.
@@ -91,32 +90,12 @@ def markdown(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(found: dict[str, Any], path: Path) -> None:
-    """Bytes over tokens, a line for each model, and a dotted one for what it would hold without freeing."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for name, model in found["models"].items():
-        points = model["growth"]
-        tokens, held = [point["tokens"] for point in points], [point["bytes"] / MIB for point in points]
-        (line,) = axes.plot(tokens, held, "o-", label=name)
-        if len(model["layers"]) > 1:
-            whole = [point["bytes_without_freeing"] / MIB for point in points]
-            axes.plot(tokens, whole, ":", color=line.get_color(), label=f"{name}, without freeing")
-    axes.set(xlabel="tokens of a request", ylabel="KV cache, MiB", xscale="log", yscale="log")
-    axes.set_xticks(LENGTHS, [f"{length // 1024}K" for length in LENGTHS])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
     parser.add_argument("--markdown", type=Path, help="where to write the tables")
-    parser.add_argument("--plot", type=Path, help="where to draw growth; needs matplotlib")
     options = parser.parse_args()
     left_out: list[str] = []
     engine = EngineConfig()
@@ -130,8 +109,6 @@ def main() -> None:
     report(found, options.out)
     if options.markdown:
         options.markdown.write_text(markdown(found))
-    if options.plot:
-        plot(found, options.plot)
 
 
 if __name__ == "__main__":

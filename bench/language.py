@@ -115,22 +115,6 @@ def memory() -> float:
     return sum(process.memory_full_info().pss for process in (own, *own.children())) / 2**20
 
 
-def plot(found: list[dict[str, Any]], path: Path) -> None:
-    """Output tokens per second and memory over the number of sequences, a line for each context."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for axes, field, label in zip(
-        figure.subplots(1, 2), ("tokens_per_second", "memory_mib"), ("output tokens/s", "memory, MiB"), strict=True
-    ):
-        for context in GROWTH:
-            points = [point for point in found if point["context"] == context]
-            axes.plot([p["batch"] for p in points], [p[field] for p in points], "o-", label=f"{context} tokens before")
-        axes.set(xlabel="sequences at a time", ylabel=label, xscale="log", ylim=(0, None))
-        axes.set_xticks(GROWTH[64], [str(batch) for batch in GROWTH[64]])
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(path, dpi=120)
 
 
 def _text(length: int, output_tokens: int, seed: int) -> dict[str, Any]:
@@ -154,13 +138,11 @@ async def measure(options: argparse.Namespace, found: dict[str, Any]) -> None:
         "growth": growth,
     }
     found["machine"] = machine()
-    found["options"] = {name: str(value) for name, value in vars(options).items() if name not in {"out", "plot"}}
+    found["options"] = {name: str(value) for name, value in vars(options).items() if name != "out"}
     for name in options.parts or parts:
         found[name] = await parts[name](options)
         if options.out:
             options.out.write_text(json.dumps(found, indent=1) + "\n")
-        if options.plot and "growth" in found:
-            plot(found["growth"], options.plot)
 
 
 def main() -> None:
@@ -170,7 +152,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="of the second turn")
     parser.add_argument("--parts", nargs="+", help="some of the result's parts; all unless given")
     parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
-    parser.add_argument("--plot", type=Path, help="where to draw growth; needs matplotlib")
     options = parser.parse_args()
     found: dict[str, Any] = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
     asyncio.run(measure(options, found))

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FOLDER",
         default=Path(),
-        help="folder for transfer.json and transfer.png (default: the working directory)",
+        help="folder for transfer.json (default: the working directory)",
     )
     parser.add_argument("--quick", action="store_true", help="small payloads and few repeats: takes about 30 seconds")
 
@@ -45,9 +45,4 @@ def run(arguments: argparse.Namespace) -> int:
     written = arguments.out / "transfer.json"
     written.write_text(json.dumps(results, indent=1) + "\n")
     console.print(f"wrote {written}")
-    picture = arguments.out / "transfer.png"
-    if report.plot(results, picture):
-        console.print(f"wrote {picture}")
-    else:
-        console.print("no plot without matplotlib: pip install '.[bench]' in a checkout", markup=False)
     return 0

@@ -1,4 +1,4 @@
-"""Report of the bench's measurements: tables, and a plot if matplotlib is installed."""
+"""Tables of the bench's measurements. ``triptych bench split`` draws bandwidth over size."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,31 +103,3 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
         yield table
 
 
-def plot(results: dict[str, Any], path: Path) -> bool:
-    """Plot throughput over payload, with memcpy and the bare loops. Returns False if matplotlib isn't installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        return False
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    throughput, ratio = figure.subplots(1, 2)
-    for number, (name, measured) in enumerate(results["fabrics"].items()):
-        sizes = sorted(measured["sizes"], key=lambda size: size["bytes"])
-        mib = [size["bytes"] / MIB for size in sizes]
-        colour = f"C{number}"
-        throughput.plot(mib, [size["gb_per_s"] for size in sizes], "o-", color=colour, label=name)
-        ratio.plot(mib, [size["of_memcpy"] for size in sizes], "o-", color=colour, label=f"{name} ÷ memcpy")
-        if any("bare_ms" in size for size in sizes):
-            bare = [size["bytes"] / size["bare_ms"] / 1e6 for size in sizes]
-            throughput.plot(mib, bare, "--", color=colour, label=f"{name}, bare loop")
-            ratio.plot(mib, [size["of_bare"] for size in sizes], "--", color=colour, label=f"{name} ÷ bare loop")
-        if number == 0:
-            memcpy = [size["bytes"] / size["memcpy_ms"] / 1e6 for size in sizes]
-            throughput.plot(mib, memcpy, ":", color="black", label="memcpy")
-    throughput.set(title="throughput, offer to landed", xlabel="MiB", ylabel="GB/s", xscale="log", ylim=(0, None))
-    ratio.set(title="ratio to the reference", xlabel="MiB", xscale="log", ylim=(0, None))
-    for axes in (throughput, ratio):
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(path, dpi=120)
-    return True
