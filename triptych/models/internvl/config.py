@@ -15,7 +15,7 @@ from triptych.models.base import MediaToken, ModelConfig
 from triptych.models.shared.geometry import PREPROCESSOR_FILE
 from triptych.models.shared.settings import positive_number, setting
 from triptych.models.shared.tile_grids import TileGrids
-from triptych.models.shared.tower_limits import check_heads, check_layers
+from triptych.models.shared.tower_limits import check_heads, check_layers, features_of
 
 TOWER = "internvl_vision"
 ORIGINAL = "internvl_chat"
@@ -160,7 +160,7 @@ def vision_config(config: ModelConfig) -> TileTowerConfig:
         attention_bias=setting(vision, "attention_bias", bool, default=False),
         eps=positive_number(vision, "layer_norm_eps", 1e-6),
         by_columns=is_original(config) and config.get("ps_version") == "v1",
-        features_of=_features_of(config.get("vision_feature_layer", -1), _size(config, "num_hidden_layers", 24)),
+        features_of=features_of(config.get("vision_feature_layer", -1), _size(config, "num_hidden_layers", 24)),
     )
     return _checked(found, config)
 
@@ -220,10 +220,3 @@ def _has_rms_norms(vision: Mapping[str, Any]) -> bool:
     if kind not in {"layer_norm", "rms_norm"}:
         raise CheckpointError(f"config.json: vision_config.norm_type must be layer_norm or rms_norm, not {kind!r}")
     return kind == "rms_norm"
-
-
-def _features_of(value: Any, layers: int) -> int:
-    """Return the number of a layer, from 0 to ``layers``; negative ones count from the end."""
-    if type(value) is not int or not -layers - 1 <= value <= layers:
-        raise CheckpointError(f"config.json: vision_feature_layer {value!r} in a tower of {layers} layers")
-    return value % (layers + 1)

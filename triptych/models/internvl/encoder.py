@@ -18,12 +18,12 @@ from triptych.layers.linear import LayerNorm
 from triptych.layers.tower_layer import MLP, TowerLayer
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.internvl.config import TileTowerConfig, text_config, unified, vision_config
+from triptych.models.shared.projector import PROJECTOR, projector_layouts
 from triptych.models.shared.settings import setting
 from triptych.models.shared.tower_adapter import TowerAdapter, WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 from triptych.models.shared.vision_transformer import VisionTransformer, merged
 
-PROJECTOR = "projector"
 PROJECTOR_EPS = 1e-5
 HEADS_EPS = 1e-6
 """Not in the config: as in transformers."""
@@ -116,16 +116,7 @@ class InternVL(TowerAdapter):
     for something unsupported."""
 
     towers = "InternVLVisionModel and projector"
-    layouts: Sequence[WeightPrefixes] = (
-        WeightPrefixes(
-            {VISION: "vision_tower.", PROJECTOR: "multi_modal_projector."},
-            "language_model.model.",
-            "language_model.lm_head.weight",
-        ),
-        WeightPrefixes(
-            {VISION: "model.vision_tower.", PROJECTOR: "model.multi_modal_projector."}, "model.language_model."
-        ),
-    )
+    layouts: Sequence[WeightPrefixes] = projector_layouts()
     names = TRANSFORMERS
 
     def __init__(self, config: ModelConfig) -> None:

@@ -10,6 +10,7 @@ from triptych.models.base import ModelConfig
 from triptych.models.shared.clip_config import CLIP, SIGLIP, ClipConfig, clip_config
 from triptych.models.shared.settings import setting
 from triptych.models.shared.text_defaults import completed
+from triptych.models.shared.tower_limits import features_of
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,7 @@ def _strategy(config: ModelConfig, default: str) -> str:
 
 
 def _feature_layers(value: Any, layers: int) -> tuple[int, ...]:
-    """Return the layers as numbers from 0 to ``layers``; negative ones count from the end."""
     numbers = value if isinstance(value, list) else [value]
-    if not 0 < len(numbers) <= layers + 1 or not all(
-        type(number) is int and -layers - 1 <= number <= layers for number in numbers
-    ):
-        raise CheckpointError(f"config.json: vision_feature_layer {value!r} in a tower of {layers} layers")
-    return tuple(number % (layers + 1) for number in numbers)
+    if not 0 < len(numbers) <= layers + 1:
+        raise CheckpointError(f"config.json: {len(numbers)} of vision_feature_layer in a tower of {layers} layers")
+    return tuple(features_of(number, layers) for number in numbers)

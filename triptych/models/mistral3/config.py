@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from triptych.models.base import ModelConfig
+from triptych.models.shared.longest_edge import LongestEdgeGeometry
 from triptych.models.shared.pixtral_config import PixtralConfig, pixtral_config
 from triptych.models.shared.settings import setting
 
@@ -37,3 +38,12 @@ def image_token(config: ModelConfig) -> int:
 def vision_config(config: ModelConfig) -> PixtralConfig:
     """Return the tower's parameters. Raises CheckpointError for a setting that is missing, invalid or not served."""
     return pixtral_config(config, setting(config, "spatial_merge_size", int, default=2))
+
+
+class Mistral3Geometry(LongestEdgeGeometry):
+    """Images keep their size as far as the model allows."""
+
+    @classmethod
+    def from_configs(cls, config: ModelConfig, preprocessor_config: dict[str, Any]) -> "Mistral3Geometry":
+        """Raises CheckpointError for an invalid value, and if processor and tower disagree about patches."""
+        return cls.of_tower(vision_config(config), preprocessor_config)

@@ -13,11 +13,10 @@ from triptych.layers.linear import Linear, RMSNorm
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.mistral3.config import text_config, vision_config
 from triptych.models.shared.pixtral import EPS, load_pixtral, unused_layers
+from triptych.models.shared.projector import PROJECTOR, projector_layouts
 from triptych.models.shared.settings import positive_number, setting
-from triptych.models.shared.tower_adapter import TowerAdapter, WeightPrefixes
+from triptych.models.shared.tower_adapter import TowerAdapter
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
-
-PROJECTOR = "projector"
 
 
 class MergingProjector(nn.Module):
@@ -46,16 +45,7 @@ class Mistral3(TowerAdapter):
     for something unsupported."""
 
     towers = "PixtralVisionModel and projector"
-    layouts = (
-        WeightPrefixes(
-            {VISION: "vision_tower.", PROJECTOR: "multi_modal_projector."},
-            "language_model.model.",
-            "language_model.lm_head.weight",
-        ),
-        WeightPrefixes(
-            {VISION: "model.vision_tower.", PROJECTOR: "model.multi_modal_projector."}, "model.language_model."
-        ),
-    )
+    layouts = projector_layouts()
 
     def __init__(self, config: ModelConfig) -> None:
         text = text_config(config)

@@ -4,8 +4,7 @@ from typing import Any
 
 from triptych.models.backbones.rope import context_length
 from triptych.models.base import ModelConfig
-from triptych.models.mistral3.config import image_token, text_config, vision_config
-from triptych.models.mistral3.geometry import Mistral3Geometry
+from triptych.models.mistral3.config import Mistral3Geometry, image_token, text_config, vision_config
 from triptych.models.shared.marked_rows import MarkedRowsPlanner
 
 

@@ -3,7 +3,7 @@
 Bit-exact with ``PixtralImageProcessorPil`` in transformers.
 """
 
-from triptych.models.mistral3.geometry import Mistral3Geometry
+from triptych.models.mistral3.config import Mistral3Geometry
 from triptych.models.shared.patches import PatchPreprocessor
 
 

@@ -1,7 +1,10 @@
 """The settings of Pixtral, as ``LlavaConfig`` in transformers completes them."""
 
+from typing import Any
+
 from triptych.errors import CheckpointError
 from triptych.models.base import ModelConfig
+from triptych.models.shared.longest_edge import LongestEdgeGeometry
 from triptych.models.shared.pixtral_config import PixtralConfig, pixtral_config
 
 
@@ -14,3 +17,16 @@ def vision_config(config: ModelConfig) -> PixtralConfig:
             "embedding, so it must be 'full'"
         )
     return pixtral_config({"vision_feature_layer": -2, **config}, merge_size=1)
+
+
+SIZE = {"longest_edge": 1024}
+"""Default of ``PixtralImageProcessorPil`` in transformers."""
+
+
+class PixtralGeometry(LongestEdgeGeometry):
+    """Images keep their size as far as the model allows."""
+
+    @classmethod
+    def from_configs(cls, config: ModelConfig, preprocessor_config: dict[str, Any]) -> "PixtralGeometry":
+        """Raises CheckpointError for an invalid value, and if processor and tower disagree about patches."""
+        return cls.of_tower(vision_config(config), {"size": SIZE, **preprocessor_config})

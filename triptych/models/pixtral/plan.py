@@ -5,8 +5,7 @@ from typing import Any
 from triptych.models.backbones.rope import context_length
 from triptych.models.base import ModelConfig
 from triptych.models.llava.config import image_token, text_config
-from triptych.models.pixtral.config import vision_config
-from triptych.models.pixtral.geometry import PixtralGeometry
+from triptych.models.pixtral.config import PixtralGeometry, vision_config
 from triptych.models.shared.marked_rows import MarkedRowsPlanner
 
 

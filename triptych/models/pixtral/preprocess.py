@@ -3,7 +3,7 @@
 Bit-exact with ``PixtralImageProcessorPil`` in transformers.
 """
 
-from triptych.models.pixtral.geometry import PixtralGeometry
+from triptych.models.pixtral.config import PixtralGeometry
 from triptych.models.shared.patches import PatchPreprocessor
 
 

@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from triptych.layers.encoder import Encoder
-from triptych.models.base import AUDIO, VISION, ModelConfig
+from triptych.models.base import AUDIO, ModelConfig
 from triptych.models.qwen2_5_omni.config import thinker_settings, window_frames
-from triptych.models.shared.encoder import MultimodalAdapter
+from triptych.models.shared.encoder import MultimodalAdapter, omni_layouts
 from triptych.models.shared.settings import setting
-from triptych.models.shared.tower_adapter import WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 from triptych.models.shared.vision_tower import QWEN2_5_TOWER
 from triptych.models.shared.whisper import WhisperNames, load_whisper
@@ -27,16 +26,7 @@ class Qwen25Omni(MultimodalAdapter):
 
     towers = "Qwen2_5OmniVisionEncoder and Qwen2_5OmniAudioEncoder"
     spec = replace(QWEN2_5_TOWER, qkv=("q", "k", "v"))
-    layouts = (
-        WeightPrefixes(
-            {VISION: "thinker.visual.", AUDIO: "thinker.audio_tower."},
-            "thinker.model.",
-            "thinker.lm_head.weight",
-            others=("talker.", "token2wav."),
-        ),
-        WeightPrefixes({VISION: "model.visual.", AUDIO: "model.audio_tower."}, "model.language_model."),
-        WeightPrefixes({VISION: "visual.", AUDIO: "audio_tower."}, "model."),
-    )
+    layouts = omni_layouts("token2wav.")
 
     def __init__(self, config: ModelConfig) -> None:
         thinker = thinker_settings(config) | {"model_type": config.get("model_type")}

@@ -7,12 +7,11 @@ Published files, and those that ``save_pretrained`` of transformers 5 writes, na
 from triptych.layers.encoder import Encoder
 from triptych.models.base import AUDIO, ModelConfig
 from triptych.models.qwen2_audio.config import text_config, tower_config, window_frames
-from triptych.models.registry import backbone_of
-from triptych.models.shared.tower_adapter import TowerAdapter, WeightPrefixes
+from triptych.models.shared.projector import PROJECTOR, projector_layouts
+from triptych.models.shared.tower_adapter import TowerAdapter
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 from triptych.models.shared.whisper import WhisperNames, load_whisper
 
-PROJECTOR = "projector"
 _NAMES = WhisperNames(
     norm=f"{AUDIO}.layer_norm", projection=f"{PROJECTOR}.linear", positions=f"{AUDIO}.embed_positions.weight"
 )
@@ -23,22 +22,10 @@ class Qwen2Audio(TowerAdapter):
     for something unsupported."""
 
     towers = "Qwen2AudioEncoder and projector"
-    layouts = (
-        WeightPrefixes(
-            {AUDIO: "audio_tower.", PROJECTOR: "multi_modal_projector."},
-            "language_model.model.",
-            "language_model.lm_head.weight",
-        ),
-        WeightPrefixes(
-            {AUDIO: "model.audio_tower.", PROJECTOR: "model.multi_modal_projector."}, "model.language_model."
-        ),
-    )
+    layouts = projector_layouts(AUDIO)
 
     def __init__(self, config: ModelConfig) -> None:
-        text = text_config(config)
-        # transformers' class ties nothing, whatever the config says
-        self.decoder_config = backbone_of({**config, "text_config": text}).decoder_config(text, tie_embeddings=False)
-        self.embedding_width = self.decoder_config.hidden_size
+        super().__init__(config, text_config(config), tied=False)  # as transformers' class, whatever the config says
         self._tower = tower_config(config)
         tower_activation(self._tower.activation, "audio_config.activation_function")  # checks it
 

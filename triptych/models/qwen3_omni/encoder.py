@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from triptych.layers.encoder import Encoder
-from triptych.models.base import AUDIO, VISION, ModelConfig
+from triptych.models.base import AUDIO, ModelConfig
 from triptych.models.qwen3_omni.audio_tower import AudioTowerConfig, load_audio_tower
 from triptych.models.qwen3_vl.encoder import Qwen3VL
-from triptych.models.shared.encoder import MultimodalAdapter
+from triptych.models.shared.encoder import MultimodalAdapter, omni_layouts
 from triptych.models.shared.omni import thinker_config
 from triptych.models.shared.settings import setting
-from triptych.models.shared.tower_adapter import WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights
 
 
@@ -24,16 +23,7 @@ class Qwen3Omni(MultimodalAdapter):
 
     towers = "Qwen3OmniMoeVisionEncoder and deepstack features, Qwen3OmniMoeAudioEncoder"
     spec = replace(Qwen3VL.spec, merger=("ln_q", "mlp.0", "mlp.2"), deepstack="merger_list")
-    layouts = (
-        WeightPrefixes(
-            {VISION: "thinker.visual.", AUDIO: "thinker.audio_tower."},
-            "thinker.model.",
-            "thinker.lm_head.weight",
-            others=("talker.", "code2wav."),
-        ),
-        WeightPrefixes({VISION: "model.visual.", AUDIO: "model.audio_tower."}, "model.language_model."),
-        WeightPrefixes({VISION: "visual.", AUDIO: "audio_tower."}, "model."),
-    )
+    layouts = omni_layouts("code2wav.")
 
     def __init__(self, config: ModelConfig) -> None:
         thinker = thinker_config(config)

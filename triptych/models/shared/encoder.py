@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from triptych.errors import CheckpointError
 from triptych.layers.encoder import Encoder, PreprocessedPart
 from triptych.layers.shaped_calls import ShapedCalls
-from triptych.models.base import VISION, ModelConfig
+from triptych.models.base import AUDIO, VISION, ModelConfig
 from triptych.models.shared.grid_tower import GridTower
 from triptych.models.shared.settings import setting
 from triptych.models.shared.tower_adapter import TowerAdapter, WeightPrefixes
@@ -56,6 +56,21 @@ LAYOUTS = (
     WeightPrefixes({VISION: "model.visual."}, "model.language_model."),
     WeightPrefixes({VISION: "visual."}, "model."),
 )
+
+
+def omni_layouts(speech: str) -> tuple[WeightPrefixes, ...]:
+    """Return the naming schemes of families that see and hear; ``speech`` is the prefix of their speech output, beside
+    that of the model that speaks."""
+    towers = {VISION: "visual.", AUDIO: "audio_tower."}
+
+    def within(prefix: str) -> dict[str, str]:
+        return {name: f"{prefix}{tower}" for name, tower in towers.items()}
+
+    return (
+        WeightPrefixes(within("thinker."), "thinker.model.", "thinker.lm_head.weight", others=("talker.", speech)),
+        WeightPrefixes(within("model."), "model.language_model."),
+        WeightPrefixes(towers, "model."),
+    )
 
 
 class MultimodalAdapter(TowerAdapter):

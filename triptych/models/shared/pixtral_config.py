@@ -1,12 +1,11 @@
 """The settings of Pixtral's tower, as ``PixtralVisionConfig`` in transformers completes them. No torch."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from triptych.errors import CheckpointError
 from triptych.models.base import ModelConfig
 from triptych.models.shared.settings import axial_theta, setting
-from triptych.models.shared.tower_limits import check_layers
+from triptych.models.shared.tower_limits import check_layers, features_of
 
 TOWER = "pixtral"
 MAX_SIDE = 8192
@@ -53,7 +52,7 @@ def pixtral_config(config: ModelConfig, merge_size: int) -> PixtralConfig:
         num_heads=_size(config, "num_attention_heads", 16),
         activation=setting(vision, "hidden_act", str, default="gelu"),
         rope_theta=axial_theta(vision),
-        features_of=_features_of(config.get("vision_feature_layer", -1), layers),
+        features_of=features_of(config.get("vision_feature_layer", -1), layers),
     )
     if found.hidden_size % found.num_heads or found.head_dim % 4:
         raise CheckpointError(f"config.json: vision_config has {found.num_heads} heads of {found.hidden_size} values")
@@ -65,10 +64,3 @@ def pixtral_config(config: ModelConfig, merge_size: int) -> PixtralConfig:
 
 def _size(config: ModelConfig, name: str, default: int) -> int:
     return setting(config, f"vision_config.{name}", int, default=default)
-
-
-def _features_of(value: Any, layers: int) -> int:
-    """Return the number of a layer, from 0 to ``layers``; negative ones count from the end."""
-    if type(value) is not int or not -layers - 1 <= value <= layers:
-        raise CheckpointError(f"config.json: vision_feature_layer {value!r} in a tower of {layers} layers")
-    return value % (layers + 1)
