@@ -115,8 +115,6 @@ def memory() -> float:
     return sum(process.memory_full_info().pss for process in (own, *own.children())) / 2**20
 
 
-
-
 def _text(length: int, output_tokens: int, seed: int) -> dict[str, Any]:
     return request_body(MODEL, Load(images=0, text_length=length, output_tokens=output_tokens), seed)
 

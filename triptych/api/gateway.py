@@ -35,7 +35,7 @@ from triptych.gateway.answers import ServerAnswer
 from triptych.gateway.relay import AnswerPart, Call, Prepared, Relay
 from triptych.gateway.servers import Needs
 from triptych.messages.tickets import PARAMETER
-from triptych.models.shared.planner import PatchPlanner
+from triptych.models.shared.patch_planner import PatchPlanner
 from triptych.models.vllm_grids import GRID_FAMILIES, file_part, grid_part, image_part, refusal
 from triptych.observe.requests import ChoiceRecord
 from triptych.observe.timeline import Interval

@@ -1,7 +1,6 @@
 """Tables of the bench's measurements. ``triptych bench split`` draws bandwidth over size."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -101,5 +100,3 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
             for entry in measured[kind]:
                 table.add_row(fabric, *(show(entry[field]) if field in entry else "" for _, field, show in columns))
         yield table
-
-
