@@ -2,7 +2,7 @@
 servers that answer once their rows have come."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ class Connector:
     asks: bool = True
     """Whether it lacks rows: vLLM's caches may have them."""
 
-    def take_rows(self, body: dict[str, Any]) -> bool:
+    def take_rows(self, body: dict[str, Any], gone: Callable[[], bool]) -> bool:
         if "ec_transfer_params" not in body or not self.asks:
             return True
         sealed = body["ec_transfer_params"][PARAMETER]
@@ -53,7 +53,13 @@ class Connector:
         for name, need in needs.items():
             self.asked.append(name)
             self.consumer.ask(need)
-        wait_for(lambda: all(need.rows is not None or need.error is not None for need in needs.values()))
+        try:
+            wait_for(lambda: gone() or all(need.rows is not None or need.error is not None for need in needs.values()))
+        finally:
+            for need in needs.values():
+                self.consumer.close(need)
+        if gone():
+            return False
         for name, need in needs.items():
             if need.error is not None:
                 self.consumer.failed(ticket, need.error)
@@ -76,7 +82,6 @@ def connected(
         identify=lambda: identity or identity_of(folder),
         width=layout.width,
         dtype=layout.dtype,
-        item_bytes=layout.row_bytes // layout.width,
     )
     connector = Connector(consumer)
     server.take_rows = connector.take_rows

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from triptych_vllm.row_consumer import MAX_FRONTENDS, ConsumerThread
 from triptych_vllm.row_needs import Need
 from triptych_vllm.settings import ConnectorSettings
@@ -67,13 +68,15 @@ class Stopping:
 
 
 def started(
-    *gateways: RowGateway, identity: ModelIdentity = IDENTITY, width: int = WIDTH, secret_file: str = ""
+    *gateways: RowGateway,
+    identity: ModelIdentity = IDENTITY,
+    width: int = WIDTH,
+    dtype: str = "float32",
+    secret_file: str = "",
 ) -> ConsumerThread:
     joins = tuple(one.join for one in gateways)
     settings = ConnectorSettings(frontends=joins, pool_mb=1, secret_file=secret_file)
-    return start_consumer(
-        settings, engine="test 1", identify=lambda: identity, width=width, dtype="float32", item_bytes=4
-    )
+    return start_consumer(settings, engine="test 1", identify=lambda: identity, width=width, dtype=dtype)
 
 
 def need(gateway: RowGateway, key: str) -> Need:
@@ -102,6 +105,15 @@ def test_rows_arrive(consumer: ConsumerThread, gateway: RowGateway, key: str) ->
     (registered,) = gateway.consumers.values()
     assert (registered.engine, registered.width, registered.model) == ("test 1", WIDTH, IDENTITY)
     wait_for(lambda: gateway.sender.idle)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rows_of_cpus_are_rounded_to_the_engines_dtype(gateway: RowGateway, dtype: str) -> None:
+    with closing(Stopping(started(gateway, dtype=dtype))) as stopping:
+        made = fetched(stopping.consumer, gateway, "b")
+    right = torch.from_numpy(ROWS["b"].view(np.float32).copy()).to(getattr(torch, dtype))
+    assert made.rows is not None
+    assert np.array_equal(made.rows, right.view(torch.uint8).numpy())
 
 
 def test_peers_have_the_same_secret_or_no_part_in_it(tmp_path: Path) -> None:
@@ -184,7 +196,7 @@ def test_an_engine_whose_checkpoint_cant_be_read_registers_nowhere(gateway: RowG
 
     settings = ConnectorSettings(frontends=(gateway.join,))
     with closing(
-        Stopping(start_consumer(settings, engine="e 1", identify=identify, width=4, dtype="float32", item_bytes=4))
+        Stopping(start_consumer(settings, engine="e 1", identify=identify, width=4, dtype="float32"))
     ) as stopping:
         made = need(gateway, "a")
         stopping.consumer.ask(made)

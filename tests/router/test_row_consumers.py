@@ -1,5 +1,6 @@
 """Connectors that register with a router."""
 
+import msgspec
 import pytest
 
 from tests.support.router_harness import E0, RouterHarness, prompt, request_of, tokens_of
@@ -58,15 +59,23 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     others = [
         replaced(model=ModelIdentity("other", "config", "adapter")),
         replaced(width=8),
-        replaced(dtype="bfloat16"),
     ]
     for other in others:
         world.consumers.on_beat(CONNECTOR)
         world.consumers.on_beat(other)
         assert CONNECTOR.address not in world.consumers
+    world.layout = msgspec.structs.replace(LAYOUT, dtype="float16")
+    world.consumers.on_beat(CONNECTOR)
     reasons = [message.reason for _, message in world.sent if isinstance(message, RowConsumerRefused)]
-    for reason, word in zip(reasons, ("weights", "8", "bfloat16"), strict=True):
+    for reason, word in zip(reasons, ("weights", "8", "float16"), strict=True):
         assert word in reason
+
+
+def test_float32_rows_fit_any_engine() -> None:
+    """CPUs have no others, and the connector rounds them."""
+    world = World()
+    world.consumers.on_beat(replaced(dtype="bfloat16"))
+    assert CONNECTOR.address in world.consumers
 
 
 def test_a_silent_one_is_forgotten() -> None:

@@ -211,7 +211,7 @@ class Cluster:
 
     def held(self) -> dict[str, dict[str, int]]:
         """What each living process holds that a leak would add to."""
-        return {name: held(command.process.pid) for name, command in self.parts.items()}
+        return {name: _held(command.process.pid) for name, command in self.parts.items()}
 
     def take_baseline(self) -> None:
         """All are warm then: what has been used once is kept, as connections are."""
@@ -231,7 +231,7 @@ class Cluster:
         return "\n".join(line for command in [*self.parts.values(), *self.ended] for line in command.lines)
 
 
-def held(pid: int) -> dict[str, int]:
+def _held(pid: int) -> dict[str, int]:
     maps = Path(f"/proc/{pid}/maps").read_text().count("/memfd:triptych-")
     return {"maps": maps, "files": len(os.listdir(f"/proc/{pid}/fd"))}
 

@@ -36,7 +36,7 @@ NOT_RUN = {
     ">>> /image": "no command: what is typed into a chat",
     "triptych top": "for services elsewhere, and jq; tests/cli runs it",
     "triptych pull": "needs the Hub; tests/test_hub.py has a server of its kind",
-    "vllm serve": "a command of another project, beside ours",
+    "vllm serve": "needs vLLM; tests/integrations/test_walk_through.py runs it, and coming-from-vllm.md compares",
     "# prometheus.yml": "a part of another program's configuration",
 }
 """How blocks begin that aren't run, and why."""

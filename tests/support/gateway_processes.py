@@ -3,17 +3,18 @@ what their clients get."""
 
 import json
 import os
+import re
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.support.cluster import held
 from tests.support.commands import Command, triptych
 from tests.support.ec_vllm import MODEL, VllmServer, free_port, vllm_server
 from tests.support.serving import CHAT, wait_for
@@ -54,7 +55,7 @@ class Processes:
     """vLLM's."""
     parts: dict[str, tuple[ExitStack, Command]] = field(default_factory=dict)
     vllm: tuple[ExitStack, VllmServer] | None = None
-    baseline: dict[str, dict[str, int]] = field(default_factory=dict)
+    baseline: dict[str, Counter[str]] = field(default_factory=dict)
     ended: list[Command] = field(default_factory=list)
 
     @property
@@ -145,21 +146,16 @@ class Processes:
             return "the frontend's gauges aren't 0"
         return "vLLM has requests" if self.vllm_has() else ""
 
-    def held(self) -> dict[str, dict[str, int]]:
-        """What each process holds that a leak would add to."""
+    def held(self) -> dict[str, Counter[str]]:
+        """What each process holds that a leak would add to: files by kind, and maps of pools."""
         assert self.vllm is not None
-        own = {name: held(command.process.pid) for name, (_, command) in self.parts.items()}
-        return own | {"vllm": held(self.vllm[1].process.pid), "engine": held(self.vllm[1].engine.pid)}
+        own = {name: _held(command.process.pid) for name, (_, command) in self.parts.items()}
+        return own | {"vllm": _held(self.vllm[1].process.pid), "engine": _held(self.vllm[1].engine.pid)}
 
-    def leaked(self) -> dict[str, Any]:
+    def leaked(self) -> dict[str, Counter[str]]:
         """What is held beyond the baseline."""
-        now = self.held()
-        return {
-            f"{name}: {kind}": (self.baseline[name][kind], count)
-            for name, counts in now.items()
-            for kind, count in counts.items()
-            if count > self.baseline[name][kind]
-        }
+        more = {name: now - self.baseline[name] for name, now in self.held().items()}
+        return {name: counts for name, counts in more.items() if counts}
 
     def is_back(self) -> bool:
         return not self.busy() and not self.leaked()
@@ -200,6 +196,15 @@ def _take(answer: Answer, says: dict[str, Any]) -> None:
         answer.code = says["error"]["code"]
     for choice in says.get("choices", ()):
         answer.tokens += choice.get("token_ids") or ()
+
+
+def _held(pid: int) -> Counter[str]:
+    folder, kinds = Path(f"/proc/{pid}/fd"), Counter[str]()
+    for file in folder.iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            kinds[re.sub(r"\d+", "", str(file.readlink()))] += 1
+    kinds["maps"] = Path(f"/proc/{pid}/maps").read_text().count("/memfd:triptych-")
+    return kinds
 
 
 def _gauges(url: str, *names: str) -> list[float]:

@@ -44,8 +44,8 @@ class VllmServer:
     """How the next chats are answered, if not as they should: a status; ``die`` (all connections end), ``break`` (one
     ends before its answer), ``half`` (after the first word), ``garbage``, ``html``, ``endless``, ``error`` (an event),
     ``hang`` (nothing comes until ``opened``), ``pause`` (the same after the first word), ``on`` (words without end)."""
-    take_rows: Callable[[dict[str, Any]], bool] = lambda _: True
-    """Called with each chat's body; whether it can be answered."""
+    take_rows: Callable[[dict[str, Any], Callable[[], bool]], bool] = lambda *_: True
+    """Called with each chat's body, and what says whether its client has hung up; whether it can be answered."""
     message: str = "vLLM says no"
     """Of its refusals."""
     healthy: bool = True
@@ -169,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if behaviour == "hang" and not self._wait():
             return
-        if not self.vllm.take_rows(body):
+        if not self.vllm.take_rows(body, self._is_gone):
             self._json({"error": {"message": "Internal server error", "code": 500}}, 500)
             return
         if body.get("stream"):
@@ -199,6 +199,13 @@ class _Handler(BaseHTTPRequestHandler):
                     calls[-1]["function"]["name"] = piece["function"]["name"]
                 calls[-1]["function"]["arguments"] += piece["function"].get("arguments", "")
         return choice | {"message": message}
+
+    def _is_gone(self) -> bool:
+        try:
+            readable, _, _ = select.select([self.connection], [], [], 0)
+            return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
 
     def _wait(self) -> bool:
         """Whether the answer may go on, and the client is still there."""

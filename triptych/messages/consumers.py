@@ -52,4 +52,10 @@ class RowConsumerRefused(Struct, frozen=True, tag=True):
     join: str = ""
 
 
+def takes_rows(engine: str, rows: str) -> bool:
+    """Return whether an engine that computes in a dtype takes rows of a dtype: its own, or float32, in which CPUs have
+    them, and which its consumer rounds."""
+    return rows in (engine, "float32")
+
+
 ConsumerMessage = RowConsumer | RowConsumerAccepted | RowConsumerRefused

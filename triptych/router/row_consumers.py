@@ -10,7 +10,13 @@ from blake3 import blake3
 
 from triptych.clock import Clock
 from triptych.messages.codec import Message
-from triptych.messages.consumers import KEY_BYTES, RowConsumer, RowConsumerAccepted, RowConsumerRefused
+from triptych.messages.consumers import (
+    KEY_BYTES,
+    RowConsumer,
+    RowConsumerAccepted,
+    RowConsumerRefused,
+    takes_rows,
+)
 from triptych.messages.identity import ModelIdentity, update_with_length
 from triptych.messages.rows import RowLayout
 from triptych.messages.tickets import RowTicket, TicketItem, seal
@@ -120,7 +126,7 @@ class RowConsumers:
     def _difference(self, message: RowConsumer, layout: RowLayout | None) -> str:
         if difference := message.model.difference(self._identity):
             return f"its model is another one: {difference}"
-        if layout is not None and (message.width, message.dtype) != (layout.width, layout.dtype):
+        if layout is not None and not (message.width == layout.width and takes_rows(message.dtype, layout.dtype)):
             return f"it takes rows of {message.width} × {message.dtype}, these have {layout.width} × {layout.dtype}"
         return ""
 

@@ -74,7 +74,6 @@ class TriptychECConnector(ECConnectorBase):  # type: ignore[misc]  # vLLM isn't 
             identify=lambda: _identify(model.model, model.revision),
             width=width,
             dtype=_DTYPES[self._dtype],
-            item_bytes=self._dtype.itemsize,
             clock=self._clock,
         )
         self._needs = RowNeeds(

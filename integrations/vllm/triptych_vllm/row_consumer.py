@@ -16,12 +16,13 @@ from triptych.errors import BadMessage, DeadlineExceeded, InternalError, PlanMis
 from triptych.job_faults import Culprit
 from triptych.messages.channel import Channel, endpoint_of
 from triptych.messages.codec import Message
-from triptych.messages.consumers import RowConsumer, RowConsumerAccepted, RowConsumerRefused
+from triptych.messages.consumers import RowConsumer, RowConsumerAccepted, RowConsumerRefused, takes_rows
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import Abort, Done, Offer, RowLayout, TransferSide, Wrote
 from triptych.messages.tickets import RowTicket
 from triptych.messages.work import Cancel, EncodeNeeded, Failed, MessagesLost, MissingItem, PeerLost
 from triptych.transfer.collector import OpenCollector, RowCollector, RowNeed
+from triptych.transfer.memory import Bytes
 from triptych.types import Address, TransferId, divided
 from triptych_vllm.row_needs import Need
 
@@ -35,6 +36,7 @@ MAX_FRONTENDS = 256
 TICK = 0.25
 """Seconds between two looks at deadlines."""
 
+_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _REQUESTS_OWN = (BadMessage, PlanMismatch, DeadlineExceeded)
 """Errors of a request that it would end in with another engine, too. Others are this engine's, or an encode
 instance's."""
@@ -50,16 +52,22 @@ class EngineRows:
     """Reads the checkpoint: perhaps for minutes. Raises CheckpointError."""
     width: int
     dtype: str
-    row_bytes: int
 
     def difference(self, layout: RowLayout) -> str:
         """Return why rows of a layout don't fit; empty if they do."""
-        pairs = [
-            ("width", self.width, layout.width),
-            ("dtype", self.dtype, layout.dtype),
-            ("row_bytes", self.row_bytes, layout.row_bytes),
-        ]
-        return ", ".join(f"{name} {mine} here, {theirs} there" for name, mine, theirs in pairs if mine != theirs)
+        sizes = (self.width, self.width * _ITEM_BYTES[self.dtype if layout.dtype == self.dtype else "float32"])
+        if sizes == (layout.width, layout.row_bytes) and takes_rows(self.dtype, layout.dtype):
+            return ""
+        return f"{self.width} × {self.dtype} here, {layout.width} × {layout.dtype} of {layout.row_bytes} bytes there"
+
+    def converted(self, rows: Bytes, dtype: str) -> Bytes:
+        """Return rows of a dtype in the engine's, rounded to nearest, ties to even."""
+        if dtype == self.dtype:
+            return rows
+        if self.dtype == "float16":
+            return rows.view(np.float32).astype(np.float16).view(np.uint8)
+        bits = rows.view(np.uint32)
+        return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16).view(np.uint8)
 
 
 @dataclass(eq=False)
@@ -75,7 +83,8 @@ class _Asking:
     """A need whose rows are on their way."""
 
     need: Need
-    rows: "np.ndarray[Any, np.dtype[np.uint8]]"
+    rows: "np.ndarray[Any, np.dtype[np.uint8]] | None" = None
+    """In the layout's dtype; None before there is a layout."""
     sections: dict[TransferId, int] = field(default_factory=dict)
     """Open transfers, each with the number of its section."""
 
@@ -291,8 +300,7 @@ class ConsumerThread:
         self._channel.disconnect(address)
 
     def _begin(self, need: Need) -> None:
-        rows = np.empty((need.item.rows, self._engine.row_bytes), dtype=np.uint8)
-        asking = self._asking[need] = _Asking(need, rows)
+        asking = self._asking[need] = _Asking(need)
         if self._collector is not None:
             self._expect(asking)
 
@@ -300,9 +308,10 @@ class ConsumerThread:
         """Have the rows of a need collected. It was asked for before there was a format."""
         assert self._collector is not None
         need = asking.need
+        rows = asking.rows = np.empty((need.item.rows, self._collector.layout.row_bytes), dtype=np.uint8)
         for number, section in enumerate(divided(need.item.rows, need.item.cuts)):
             transfer = self._collector.expect(
-                asking.rows[section.first : section.end],
+                rows[section.first : section.end],
                 part_rows=need.item.part_rows,
                 timeout=need.timeout,
                 owner=need.frontend,
@@ -330,7 +339,8 @@ class ConsumerThread:
             del asking.sections[transfer]
             if not asking.sections:
                 del self._asking[asking.need]
-                asking.need.rows = asking.rows
+                assert asking.rows is not None, "it was expected"
+                asking.need.rows = self._engine.converted(asking.rows, self._collector.layout.dtype)
                 self.news.set()
         for one in collected.needed:
             if (found := self._of.get(one.transfer)) is not None:

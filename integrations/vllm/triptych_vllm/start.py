@@ -21,17 +21,16 @@ def start_consumer(
     identify: Callable[[], ModelIdentity],
     width: int,
     dtype: str,
-    item_bytes: int,
     clock: Clock | None = None,
 ) -> ConsumerThread:
-    """Start a thread that fetches rows of ``width`` elements of a dtype, each of ``item_bytes``. ``engine`` is the
-    engine's name and version; ``identify`` is as in EngineRows.
+    """Start a thread that fetches rows of ``width`` elements, which the engine has in a dtype. ``engine`` is its
+    name and version; ``identify`` is as in EngineRows.
 
     Raises ConfigError and BadAddress for settings that can't be used."""
     clock = clock or SystemClock()
     channel = Channel(clock, settings.host, secret=settings.cluster.secret())
     name = settings.name or f"{engine.split(maxsplit=1)[0]}-{channel.address.rpartition(':')[2]}"
-    rows = EngineRows(name, engine, identify, width, dtype, width * item_bytes)
+    rows = EngineRows(name, engine, identify, width, dtype)
 
     def open_collector(layout: RowLayout, send: Send) -> RowCollector:
         return _open_collector(settings, channel.address, clock, layout, send)
