@@ -137,6 +137,12 @@ MAKES_CLOCKS = {
     "cluster/on_ray/launcher.py",
 }
 """What builds a process, or a client."""
+MAY_READ_THE_WALL_CLOCK = {
+    "server/instance.py": "numbers its incarnation",
+    "cluster/supervisor.py": "numbers incarnations",
+    "router/pipeline_view.py": "says when the service began",
+}
+"""It may be set at any time, so what it says is for people, and no duration."""
 _TIME = re.compile(
     r"time\.(time|monotonic|perf_counter)(_ns)?|time\.sleep|(datetime\.)+(now|utcnow|today)"
     r"|triptych\.running_time\.(running_time|RunningClock)"
@@ -159,7 +165,7 @@ def names(source: str) -> list[tuple[int, str]]:
 
 def kinds_of_reads(source: str) -> set[tuple[int, str, str]]:
     """Line, kind and name of all that reads a clock, starts threads, or makes a clock."""
-    kinds = {"time": _TIME, "threads": _THREADS, "makes": re.compile("SystemClock")}
+    kinds = {"time": _TIME, "threads": _THREADS, "makes": re.compile("SystemClock"), "wall": re.compile(r".*\.wall")}
     return {(line, kind, name) for line, name in names(source) for kind in kinds if kinds[kind].fullmatch(name)}
 
 
@@ -175,6 +181,7 @@ def kinds_of_reads(source: str) -> set[tuple[int, str, str]]:
         ("from concurrent.futures import Future, ThreadPoolExecutor", "threads"),
         ("await loop.run_in_executor(None, f)", "threads"),
         ("clock = SystemClock()", "makes"),
+        ("began = self._clock.wall()", "wall"),
     ],
 )
 def test_reads_of_clocks_are_found(source: str, kind: str) -> None:
@@ -188,7 +195,12 @@ def test_other_names_are_none() -> None:
 
 def test_below_the_api_clocks_and_threads_are_passed_in() -> None:
     """Time comes from a ``Clock``, and threads from a ``StartExecutor``. Event loops have timers of their own."""
-    may = {"time": MAY_READ_CLOCKS.keys(), "threads": MAY_START_THREADS.keys(), "makes": MAKES_CLOCKS}
+    may = {
+        "time": MAY_READ_CLOCKS.keys(),
+        "threads": MAY_START_THREADS.keys(),
+        "makes": MAKES_CLOCKS,
+        "wall": MAY_READ_THE_WALL_CLOCK.keys(),
+    }
     used: dict[str, set[str]] = {kind: set() for kind in may}
     paths = [path for folder in BELOW_THE_API for path in (ROOT / "triptych" / folder).rglob("*.py")]
     for path in sorted([*paths, ROOT / "triptych" / "compute_thread.py"]):

@@ -39,9 +39,7 @@ def ended(history: RequestHistory, *records: RequestRecord) -> None:
 def test_what_is_shown_of_a_request() -> None:
     made = record()
     made.note(Interval("fetch", BEGAN, BEGAN + 0.01))
-    made.generations[0].add(
-        [Interval("decode", BEGAN + 0.5, BEGAN + 1.5), Interval("prefill", BEGAN + 0.1, BEGAN + 0.5)], "pd0"
-    )
+    made.generations[0].add([Interval("decode", 0.5, 1.5), Interval("prefill", 0.1, 0.5)], "pd0")
     view = view_of(made, made.ended)
     assert (view.id, view.status, view.finish_reason, view.error, view.ended) == ("a", 200, "stop", "", True)
     assert (view.num_prompt, view.num_items, view.num_tokens, view.num_reused) == (100, 2, 11, 40)
@@ -55,8 +53,8 @@ def test_what_is_shown_of_a_request() -> None:
 def test_items_have_the_requests_numbers() -> None:
     """``record``'s template places them in another order."""
     [choice] = record().generations
-    choice.add([Interval("encode", BEGAN, BEGAN + 0.1)], "e0", 0)
-    choice.add([Interval("transfer", BEGAN, BEGAN + 0.1, item) for item in (1, 0)], "pd0")
+    choice.add([Interval("encode", -0.1, 0.0)], "e0", 0)
+    choice.add([Interval("transfer", -0.1, 0.0, item) for item in (1, 0)], "pd0")
     assert [one.item for one in choice.intervals] == [1, 0, 1]
 
 
@@ -131,7 +129,7 @@ def test_goodput_is_against_the_viewers_objective() -> None:
 def test_items_that_were_encoded_were_not_cached() -> None:
     history = RequestHistory()
     made = record()
-    made.generations[0].add([Interval("encode", BEGAN, BEGAN + 0.1)], "e0", item=1)
+    made.generations[0].add([Interval("encode", -0.1, 0.0)], "e0", item=1)
     ended(history, made, record(first=None, status=503))
     assert history.figures.figures(BEGAN, 1.0, 1.0).buckets[0].encode_hit_rate == 0.5
 

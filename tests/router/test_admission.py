@@ -58,7 +58,7 @@ def finish(harness: RouterHarness, stream: TokenStream) -> None:
     """The instance has worked on it all the time since it was given it."""
     state = harness.router.debug_state().dispatched[stream.request]
     assert state.dispatched is not None
-    worked = [Interval("decode", state.dispatched, harness.clock.now())]
+    worked = [Interval("decode", state.dispatched - harness.clock.now(), 0.0)]
     last = Tokens(name(harness, stream), [1], len(state.generated), finish_reason="length", intervals=worked)
     harness.router.handle(last)
 

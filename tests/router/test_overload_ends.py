@@ -66,8 +66,8 @@ class Service:
             for one in self.here[:SLOTS]:
                 one.num_tokens += 1
                 over = one.num_tokens == one.generate.sampling.max_tokens
-                now = self.harness.clock.now()
-                intervals = [Interval("queue", 0.0, 1e6), Interval("decode", one.began, now)] if over else []
+                decoded = Interval("decode", one.began - self.harness.clock.now(), 0.0)
+                intervals = [Interval("queue", -1e6, 0.0), decoded] if over else []
                 reason = "length" if over else None
                 request, first = one.generate.request, one.num_tokens - 1
                 self.harness.router.handle(Tokens(request, [1], first, [], reason, intervals=intervals))

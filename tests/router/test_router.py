@@ -86,10 +86,11 @@ def test_a_request_goes_to_the_least_loaded_generator_and_streams_its_tokens() -
     assert [to for to, _ in harness.of(Generate)] == [PD0, PD1]
     harness.router.handle(Tokens(second.request, [5], 0))
     harness.router.handle(
-        Tokens(second.request, [6, 7], 1, finish_reason="stop", intervals=[Interval("decode", 0.0, 1.0)])
+        Tokens(second.request, [6, 7], 1, finish_reason="stop", intervals=[Interval("decode", -1.0, 0.0)])
     )
     assert tokens_of(second) == [5, 6, 7]
-    assert worked_on(second) == [Interval("decode", 0.0, 1.0, instance="pd1")]
+    now = harness.clock.now()
+    assert worked_on(second) == [Interval("decode", now - 1.0, now, instance="pd1")]
     assert harness.router.num_requests == 1
     assert harness.lease(PD1).outstanding == 0
     assert harness.lease(PD0).outstanding == 7  # three prompt tokens, four to come
@@ -162,10 +163,11 @@ def test_items_go_to_the_encoder_with_the_least_outstanding() -> None:
     assert [(to, message.transfer) for to, message in harness.of(Encode)] == list(
         zip([E0, E1, E1, E1], transfers, strict=True)
     )
-    harness.router.handle(Encoded(transfers[3], False, [Interval("encode", 1.0, 2.0)]))
+    harness.router.handle(Encoded(transfers[3], False, [Interval("encode", -1.0, 0.0)]))
     harness.router.handle(Encoded(transfers[3], False, []))
     assert [harness.lease(address).outstanding for address in (E0, E1)] == [5.0, 4.0]
-    assert worked_on(stream) == [Interval("encode", 1.0, 2.0, 3, "e1")]
+    now = harness.clock.now()
+    assert worked_on(stream) == [Interval("encode", now - 1.0, now, 3, "e1")]
 
 
 def test_an_item_that_cannot_be_encoded_fails_its_request_with_the_field_at_fault() -> None:

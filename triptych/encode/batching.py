@@ -277,7 +277,7 @@ class EncodeScheduler:
 
     def next_batch(self, now: float) -> list[EncodePart]:
         """Dequeue the parts to encode together, until ``batch_encoded`` or ``batch_failed``; empty if there are none.
-        ``now`` is in seconds since the epoch."""
+        ``now`` is by the clock's ``monotonic``."""
         parts = self._next_retry() or self._queue.next_batch(self._latency * self._pace.per_second)
         for job in {job for part in parts for job, _ in part.waiters}:
             job.encode_began = job.encode_began or now

@@ -30,7 +30,7 @@ class EncodeJob:
     parts: Sequence[int]
     """Numbers of the parts, ascending."""
     received: float
-    """Seconds since the epoch, like all times here except ``deadline``; 0 for not yet."""
+    """By the clock's ``monotonic``, like all times here except ``deadline``; 0 for not yet."""
     size: int = 0
     """Bytes of its file."""
     client: str = ""

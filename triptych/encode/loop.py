@@ -27,7 +27,7 @@ from triptych.messages.rows import RowLayout
 from triptych.messages.stats import LATEST_PARTS, EncodeStats, InstanceStats, KeptPart
 from triptych.messages.work import Encode, Encoded, EncodeFailed, HandBack, MediaBytes, MediaGone, PeerLost
 from triptych.models.base import EncoderInput
-from triptych.observe.timeline import Interval
+from triptych.observe.timeline import Interval, shifted
 from triptych.stage_loop import Handlers
 from triptych.transfer.sender import Sender
 from triptych.types import Address, RowRange, TransferId
@@ -211,7 +211,7 @@ class EncodeLoop:
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _on_encode(self, message: Encode) -> None:
-        now = self._clock.wall()
+        now = self._clock.monotonic()
         key = row_name(self._layout_digest, message.key, message.cache_salt)
         try:
             _check(message, self._scheduler.jobs_of(key))
@@ -402,7 +402,7 @@ class EncodeLoop:
     # ── encoding ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _start_batch(self) -> None:
-        if self._batch is None and (parts := self._scheduler.next_batch(self._clock.wall())):
+        if self._batch is None and (parts := self._scheduler.next_batch(self._clock.monotonic())):
             self._batch_began = self._clock.now()
             self._batch = parts, self.runner.start([part.input for part in parts])
 
@@ -459,7 +459,9 @@ class EncodeLoop:
         self._drop(job)
         self.num_encoded += job.encode_began > 0
         for transfer, requester in job.transfers.items():
-            encoded = Encoded(transfer, not job.encode_began, _intervals(job, self._clock.wall()), requester.attempt)
+            encoded = Encoded(
+                transfer, not job.encode_began, _intervals(job, self._clock.monotonic()), requester.attempt
+            )
             self.send(requester.frontend, encoded)
 
     def _fail(self, job: EncodeJob, error: BaseException, culprit: Culprit = Culprit.ITEM) -> None:
@@ -503,16 +505,13 @@ def _pieces(job: EncodeJob, number: int, rows: EmbeddingRows, wanted: RowRange) 
 
 
 def _intervals(job: EncodeJob, now: float) -> list[Interval]:
-    """Return the job's intervals up to now. They may overlap, since a long item's parts are preprocessed and encoded at
-    once."""
-    if not job.preprocess_began:
-        return [Interval("queue", job.received, now)]
-    intervals = [
-        Interval("queue", job.received, job.preprocess_began),
-        Interval("preprocess", job.preprocess_began, job.preprocess_ended),
-    ]
-    if not job.encode_began:
-        return intervals
+    """Return the job's intervals, for a message that is sent now. They may overlap, since a long item's parts are
+    preprocessed and encoded at once."""
+    intervals = [Interval("queue", job.received, job.preprocess_began or now)]
+    if job.preprocess_began:
+        intervals.append(Interval("preprocess", job.preprocess_began, job.preprocess_ended))
     if job.encode_began > job.preprocess_ended:
         intervals.append(Interval("queue", job.preprocess_ended, job.encode_began))
-    return [*intervals, Interval("encode", job.encode_began, now)]
+    if job.encode_began:
+        intervals.append(Interval("encode", job.encode_began, now))
+    return shifted(intervals, -now)

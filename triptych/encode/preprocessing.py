@@ -106,7 +106,7 @@ class PreprocessRunner:
         A long item's slice ends early once its time is used up or a short item waits.
         """
         began = self._clock.monotonic()
-        job.preprocess_began = job.preprocess_began or self._clock.wall()
+        job.preprocess_began = job.preprocess_began or self._clock.monotonic()
         inputs: list[EncoderInput] = []
         patches = 0
         try:
@@ -117,5 +117,5 @@ class PreprocessRunner:
                     break
             return inputs
         finally:
-            job.preprocess_ended = self._clock.wall()
+            job.preprocess_ended = self._clock.monotonic()
             job.slice_seconds = self._clock.monotonic() - began

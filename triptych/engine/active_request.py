@@ -8,7 +8,7 @@ from triptych.engine.page_tables import PageTables
 from triptych.engine.request import Request
 from triptych.engine.scheduler import Chunk
 from triptych.messages.work import Generate, Prefill, Prefilled
-from triptych.observe.timeline import Interval
+from triptych.observe.timeline import Interval, shifted
 from triptych.transfer.memory import Bytes
 from triptych.types import Address, Placement, RequestId, TransferId
 
@@ -18,7 +18,7 @@ MERGE_GAP = 0.005
 
 @dataclass
 class Timings:
-    """When a request reached each state, in seconds since the epoch; 0 for not yet."""
+    """When a request reached each state, by the clock's ``monotonic``; 0 for not yet."""
 
     received: float
     reused: int = 0
@@ -36,18 +36,20 @@ class Timings:
             began = self.prefills.pop().start
         self.prefills.append(Interval("prefill", began, ended))
 
-    def until_first_token(self) -> list[Interval]:
+    def until_first_token(self, now: float) -> list[Interval]:
+        """Return the intervals before the first token, for a message that is sent now."""
         # a decode instance schedules before KV arrives
         queued = self.ready if 0 < self.ready <= self.scheduled else self.received
-        return [Interval("queue", queued, self.scheduled), *self.transfers, *self.prefills]
+        return shifted([Interval("queue", queued, self.scheduled), *self.transfers, *self.prefills], -now)
 
-    def intervals(self, ended: float) -> list[Interval]:
-        return [*self.until_first_token(), Interval("decode", self.first_token, ended)]
+    def intervals(self, now: float) -> list[Interval]:
+        """Return all intervals, for a message that is sent now."""
+        return [*self.until_first_token(now), Interval("decode", self.first_token - now, 0.0)]
 
 
 @dataclass
 class TransferTimes:
-    """When the rows of an incoming transfer were written, in seconds since the epoch; 0 for not yet."""
+    """When the rows of an incoming transfer were written, by the clock's ``monotonic``; 0 for not yet."""
 
     began: float = 0.0
     """When the first row was written."""

@@ -97,5 +97,5 @@ class IncomingTransfers:
     def _on_wrote(self, wrote: Wrote) -> None:
         self.receiver.on_wrote(wrote)
         if found := self._open.get(wrote.transfer):
-            found.times.began = found.times.began or wrote.began
-            found.times.landed = self.clock.wall()
+            found.times.landed = self.clock.monotonic()
+            found.times.began = found.times.began or found.times.landed - wrote.seconds

@@ -84,7 +84,7 @@ class KVSource:
                 self._incoming.fail(TransferFailure(kv.transfer, ErrorKind.INTERNAL_ERROR, str(error)))
                 continue
             if is_complete:
-                active.kv_interval = Interval("transfer", kv.times.began, self._incoming.clock.wall())
+                active.kv_interval = Interval("transfer", kv.times.began, self._incoming.clock.monotonic())
                 complete.append((active, kv.rows.end_token))
                 if kv.has_token:
                     self._forget(active, kv)

@@ -50,6 +50,7 @@ from triptych.messages.work import (
     TokenLogprob,
     Tokens,
 )
+from triptych.observe.timeline import shifted
 from triptych.stage_loop import Handlers
 from triptych.transfer.receiver import TransferFailure
 from triptych.types import Address
@@ -266,7 +267,7 @@ class EngineLoop:
             message,
             deadline=self._clock.now() + message.timeout,
             num_given=len(request.tokens),
-            timings=Timings(self._clock.wall()),
+            timings=Timings(self._clock.monotonic()),
             prefill=prefill,
             outgoing_kv=outgoing_kv,
             matching=matching,
@@ -382,7 +383,7 @@ class EngineLoop:
         if not active.request.num_generated:  # in later prefills, the prefill instance may have this request's pages
             active.timings.reused = max(active.timings.reused, message.reused)
             active.request.prompt_logprobs = [message.prompt_logprobs] if message.prompt_logprobs else []
-        active.timings.transfers += message.intervals
+        active.timings.transfers += shifted(message.intervals, self._clock.monotonic())
         logprob = message.logprob
         sampled = SampledToken(
             message.token, logprob.logprob if logprob else None, tuple(logprob.top) if logprob else ()
@@ -402,7 +403,7 @@ class EngineLoop:
     def _note_ready(self) -> None:
         """Record which requests have become ready, also while a step runs."""
         for active in self._active.take_ready(self._has_ready_tokens):
-            active.timings.ready = self._clock.wall()
+            active.timings.ready = self._clock.monotonic()
 
     def _has_ready_tokens(self, active: ActiveRequest) -> bool:
         return self._ready_tokens(active.request) > active.request.num_computed
@@ -464,7 +465,7 @@ class EngineLoop:
 
     def _mark_scheduled(self, request: Request) -> None:
         timings = self._active[request.id].timings
-        timings.scheduled = timings.scheduled or self._clock.wall()
+        timings.scheduled = timings.scheduled or self._clock.monotonic()
 
     def _is_stale(self, chunk: Chunk) -> bool:
         """Whether the request has ended or been preempted since the chunk was scheduled."""
@@ -503,7 +504,7 @@ class EngineLoop:
         self.num_computed_tokens += sum(chunk.length for chunk in chunks)
         for chunk in chunks:
             if (active := self._active_for(chunk.request)) and not active.timings.first_token:
-                active.timings.add_prefill(began, self._clock.wall())
+                active.timings.add_prefill(began, self._clock.monotonic())
         scoring = [chunk.request for chunk in chunks if chunk.num_scored]
         for request, scored in zip(scoring, output.scored, strict=True):
             if isinstance(scored, TriptychError):
@@ -530,12 +531,13 @@ class EngineLoop:
         assert active.prefill is not None
         timings = active.timings
         timings.transfers += active.transfer_intervals()
+        before = timings.until_first_token(self._clock.monotonic())
         prefilled = Prefilled(
             active.prefill.transfer,
             sampled.token,
             token_logprob(sampled),
             timings.reused,
-            [msgspec.structs.replace(one, instance=self._name) for one in timings.until_first_token()],
+            [msgspec.structs.replace(one, instance=self._name) for one in before],
             active.request.num_computed,
             joined(active.request.prompt_logprobs),
         )
@@ -548,13 +550,13 @@ class EngineLoop:
         first = request.num_generated
         request.tokens.append(sampled.token)
         if not timings.first_token:
-            timings.first_token = self._clock.wall()
+            timings.first_token = self._clock.monotonic()
             timings.transfers += active.transfer_intervals()
         reason = request.finish_reason()
         # only an end token ends a grammar, and finish_reason has checked for one
         if reason is None and active.matching is not None:
             active.matching.accept(sampled.token)
-        intervals = timings.intervals(self._clock.wall()) if reason else []
+        intervals = timings.intervals(self._clock.monotonic()) if reason else []
         logprob = token_logprob(sampled)
         logprobs = [logprob] if logprob else []
         prompt_logprobs, request.prompt_logprobs = joined(request.prompt_logprobs), []

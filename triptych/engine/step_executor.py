@@ -31,7 +31,7 @@ class StepResult:
 
     chunks: Sequence[Chunk]
     began: float
-    """In seconds since the epoch."""
+    """By the clock's ``monotonic``."""
     output: StepOutput | BaseException
     """Why the model failed on this chunk, the only one, or, where requests have states, on any of these."""
 
@@ -73,7 +73,7 @@ class StepExecutor:
         the compute thread."""
         job = self._runner.job(step_batch.chunks, step_batch.media, sampling_inputs, after_layer)
         future = self._compute.submit(job)
-        self._running = _RunningStep(step_batch, self._clock.wall(), future)
+        self._running = _RunningStep(step_batch, self._clock.monotonic(), future)
         self._runner.prepare(step_batch.chunks)
 
     def collect(self) -> StepResult | None:

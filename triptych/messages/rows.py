@@ -118,8 +118,8 @@ class Wrote(Struct, frozen=True, tag=True):
     transfer: TransferId
     first_row: Count
     rows: Positive
-    began: float
-    """When the write began, in seconds since the epoch."""
+    seconds: float
+    """How long the write took."""
     checksum: int | None
     """XXH3-64 of the bytes in row order, if the grant asked for it."""
     attempt: Count = 0

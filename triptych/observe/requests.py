@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from triptych.clock import Clock
-from triptych.observe.timeline import Interval
+from triptych.observe.timeline import Interval, shifted
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 """Paths of the endpoints that generate."""
@@ -46,9 +46,9 @@ class ChoiceRecord:
         return len(self.numbers)
 
     def add(self, intervals: Iterable[Interval], instance: str, item: int | None = None) -> None:
-        """Add an instance's intervals, for one item or for the whole request. An interval may name another instance.
-        Items are given by their places in the prompt."""
-        for one in intervals:
+        """Add the intervals of an instance's message, for one item or for the whole request. An interval may name
+        another instance. Items are given by their places in the prompt."""
+        for one in shifted(intervals, self.now()):
             index = one.item if item is None else item
             number = None if index is None else self.numbers[index]
             self.intervals.append(msgspec.structs.replace(one, instance=one.instance or instance, item=number))

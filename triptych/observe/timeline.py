@@ -15,12 +15,18 @@ class Interval(msgspec.Struct, frozen=True):
     stage: str
     """fetch, plan, queue (waiting anywhere), preprocess, encode, transfer, prefill or decode."""
     start: float
-    """In seconds since the epoch, like ``end``."""
+    """In seconds, like ``end``: since the epoch, but in messages from when they are sent, so negative. Clocks of two
+    processes may differ, and be set."""
     end: float
     item: int | None = None
     """Index of the item in the request; None if the stage worked on the whole request."""
     instance: str = ""
     """Name of the instance; empty for the frontend."""
+
+
+def shifted(intervals: Iterable[Interval], seconds: float) -> list[Interval]:
+    """Return intervals that are that much later."""
+    return [msgspec.structs.replace(one, start=one.start + seconds, end=one.end + seconds) for one in intervals]
 
 
 def as_json(intervals: Iterable[Interval], origin: float | None = None) -> list[dict[str, Any]]:

@@ -90,12 +90,12 @@ class PipelineView:
 
     def current(self, request: str) -> list[Interval]:
         """Return what is done now for an HTTP request, as intervals that end now: one for each of its choices."""
-        now, wall = self._router.clock.now(), self._router.clock.wall()
+        now = self._router.clock.now()
         return [
             Interval(
                 _STAGES[state.phase],
-                wall - (now - state.entered),
-                wall,
+                state.stream.record.now() - (now - state.entered),
+                state.stream.record.now(),
                 instance=(*instances_of(self._lifecycle, state), "")[0],
             )
             for state in self._lifecycle.requests

@@ -228,7 +228,7 @@ class Sender:
             return
         outgoing.start(pending, self._clock.now())
         self._writing[outgoing] = None
-        pending.began = self._clock.wall()
+        pending.began = self._clock.monotonic()
         self._advance(outgoing, pending)
 
     def _advance(self, outgoing: OutgoingTransfer, pending: PendingWrite) -> None:
@@ -282,7 +282,7 @@ class Sender:
             outgoing.transfer,
             grant.first_row,
             grant.rows,
-            pending.began,
+            self._clock.monotonic() - pending.began,
             pending.checksum,
             attempt=outgoing.attempt,
             grant=grant.number,
