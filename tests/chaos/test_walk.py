@@ -18,8 +18,9 @@ from triptych.checkpoint.safetensors_header import read_folder, weight_files
 from triptych.config import ClusterConfig
 from triptych.demo import MODEL_DIR
 from triptych.errors import CheckpointError, StartError
-from triptych.measure.chaos.acts import fills, loses_messages
+from triptych.measure.chaos.acts import fills, loses_messages, steps_clock
 from triptych.measure.chaos.another_model import make_another
+from triptych.measure.chaos.clocks import set_ahead, settable_clock
 from triptych.measure.chaos.connections import take_messages
 from triptych.measure.chaos.load import End, Outcome
 from triptych.measure.chaos.questions import Kind, Question
@@ -30,7 +31,7 @@ from triptych.measure.load.pictures import animation
 from triptych.topology import Topology
 
 MODEL, OTHER = Path("model"), Path("other")
-GROUND = Ground(Topology.parse("2E1P2D"), MODEL, OTHER, (Path("disk"), Path("/dev/shm")))
+GROUND = Ground(Topology.parse("2E1P2D"), MODEL, OTHER, (Path("disk"), Path("/dev/shm")), Path("clock"))
 QUESTION = Question(0, Kind.TEXT)
 RIGHT = {MODEL: {0: Answer(End.WHOLE, "", "one two")}, OTHER: {0: Answer(End.WHOLE, "", "three")}}
 
@@ -47,10 +48,10 @@ def test_much_happens_at_once_and_models_take_turns() -> None:
         assert len(steps) >= min(AT_ONCE) * 12
         assert steps[1].at - steps[0].at <= SPREAD_SECONDS
         assert [step.at for step in steps] == sorted(step.at for step in steps)
-        models = [step.act.model for step in steps if step.act.model]
+        models = [model for step in steps for model in step.act.models]
         assert len(models) < 2 or set(models) == {MODEL, OTHER}
         kinds |= {step.act.what.split()[0] for step in steps}
-    assert kinds == {"SIGKILL", "SIGTERM", "SIGUSR1", "stop", "slow", "fill", "rollout", "scale", "set"}
+    assert kinds == {"SIGKILL", "SIGTERM", "SIGUSR1", "stop", "slow", "fill", "clock", "rollout", "scale", "set"}
 
 
 @pytest.mark.parametrize(
@@ -155,8 +156,32 @@ def test_messages_are_lost_with_their_connection(peer: tuple[int, socket.socket]
         connection.sendall(b"more")
 
 
-def test_what_cannot_be_done_is_named() -> None:
+READER = "import sys, time\nfor _ in sys.stdin: print(time.time(), time.monotonic(), flush=True)"
+
+
+def test_a_clock_is_set_for_the_processes_that_are_started(tmp_path: Path) -> None:
+    with settable_clock(tmp_path) as why:
+        if why:
+            pytest.skip(why)
+        with subprocess.Popen([sys.executable, "-c", READER], stdin=-1, stdout=-1, text=True) as process:
+            assert process.stdin is not None and process.stdout is not None
+            for ahead in (0, 3600, -86_400, 0):
+                set_ahead(tmp_path, ahead)
+                process.stdin.write("\n")
+                process.stdin.flush()
+                wall, monotonic = map(float, process.stdout.readline().split())
+                assert abs(wall - ahead - time.time()) < 60
+                assert abs(monotonic - time.monotonic()) < 60
+            process.stdin.close()
+    assert "clock.so" not in os.environ.get("LD_PRELOAD", "")
+
+
+def test_what_cannot_be_done_is_named(tmp_path: Path) -> None:
     target = Target(os.getpid(), "127.0.0.1:1", ClusterConfig())
-    for act in (loses_messages(Ranked(Kin.INSTANCE, 3), 0.0), fills(Path("/"), 0.0)):
-        with pytest.raises(StartError, match=r"no process instance 3 runs|/ is on a disk that others may need"):
+    for act, why in (
+        (loses_messages(Ranked(Kin.INSTANCE, 3), 0.0), "no process instance 3 runs"),
+        (fills(Path("/"), 0.0), "/ is on a disk that others may need"),
+        (steps_clock(tmp_path, 5, 0.0), "no process reads a clock that can be set"),
+    ):
+        with pytest.raises(StartError, match=why):
             asyncio.run(act.do(target))

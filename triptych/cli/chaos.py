@@ -20,6 +20,7 @@ from triptych.errors import ConfigError
 from triptych.measure.chaos import report
 from triptych.measure.chaos.another_model import make_another
 from triptych.measure.chaos.bench import Bench
+from triptych.measure.chaos.clocks import settable_clock
 from triptych.measure.chaos.disks import small_disks
 from triptych.measure.chaos.faults import FAULTS, NUM_REQUESTS, Fault
 from triptych.measure.chaos.measure import FaultResult, run_faults
@@ -136,12 +137,15 @@ def _walk(arguments: argparse.Namespace, config: ServeConfig, name: str, console
 
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        disk = folder / "disk"
+        disk, clock = folder / "disk", folder / "clock"
         disk.mkdir()
+        clock.mkdir()
         disks = (disk, SHARED_MEMORY)
         if why := stack.enter_context(small_disks(*disks)):
             say(f"no disk is filled: {why}")
-        ground = Ground(topology, config.model, make_another(config.model, folder / "other"), disks)
+        if why := stack.enter_context(settable_clock(clock)):
+            say(f"no clock is set: {why}")
+        ground = Ground(topology, config.model, make_another(config.model, folder / "other"), disks, clock)
         steps = plan_walk(seed, ground, seconds)
         say(f"walk {seed} on {topology} for {seconds:g} s: {len(steps)} steps")
         for step in steps:

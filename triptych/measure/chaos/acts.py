@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from triptych.errors import StartError
+from triptych.measure.chaos.clocks import set_ahead
 from triptych.measure.chaos.connections import take_messages
 from triptych.measure.chaos.disks import SMALL_DISK
 from triptych.measure.chaos.target import Ranked, Target, Victim
@@ -33,8 +34,8 @@ class Act:
     """What a plan shows."""
     do: Callable[[Target], Coroutine[Any, Any, None]]
     """Raises TriptychError when it can't be done."""
-    model: Path | None = None
-    """The checkpoint that is served from then on, if that may change."""
+    models: Sequence[Path] = ()
+    """The checkpoints that are served one after the other, the last of them from then on; empty if none changes."""
 
 
 def signals(number: signal.Signals, *victims: Victim) -> Act:
@@ -125,14 +126,30 @@ def fills(folder: Path, seconds: float) -> Act:
     return Act(f"fill {folder} for {seconds:.1f} s", do)
 
 
-def rolls_out(model: Path | None = None) -> Act:
-    """Replace all processes one by one, by those of another checkpoint if one is given."""
+def steps_clock(folder: Path, ahead: int, seconds: float) -> Act:
+    """Set the wall clock of ``settable_clock`` forward or back by ``ahead`` seconds, and right again after a while."""
 
     async def do(target: Target) -> None:
-        target.mark("rollout begins")
-        await target.roll_out(str(model or ""))
+        target.mark(f"the clock is set {ahead:+} s")
+        set_ahead(folder, ahead)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            set_ahead(folder, 0)
 
-    return Act(f"rollout to {model.name}" if model else "rollout", do, model)
+    return Act(f"clock {ahead:+} s for {seconds:.1f} s", do)
+
+
+def rolls_out(*models: Path) -> Act:
+    """Replace all processes one by one: by those of each of these checkpoints in turn, or else of the same one."""
+
+    async def do(target: Target) -> None:
+        for model in models or ("",):
+            target.mark("rollout begins")
+            await target.roll_out(str(model))
+
+    names = " and ".join(dict.fromkeys(model.name for model in models))
+    return Act(f"rollout to {names}" if models else "rollout", do, models)
 
 
 def scales(role: Role, count: int) -> Act:

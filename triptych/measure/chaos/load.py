@@ -68,7 +68,7 @@ class Client:
     retries: bool = False
     """Whether a client whose connection ends asks again."""
     hung_seconds: float = HUNG_SECONDS
-    """Seconds without an end after which a request counts as hung."""
+    """Seconds without an end after which a request counts as hung; each attempt has them."""
 
 
 @dataclass
@@ -111,15 +111,15 @@ async def asking(
 async def _ask(run: _Run, question: Question, body: bytes) -> Outcome:
     outcome = Outcome(question, run.now)
     try:
-        async with asyncio.timeout(question.leaves_after or run.settings.hung_seconds):
-            await _attempts(run, outcome, body)
+        async with asyncio.timeout(question.leaves_after or run.settings.hung_seconds) as limit:
+            await _attempts(run, outcome, body, limit)
     except TimeoutError:
         outcome.end = End.HUNG if question.leaves_after is None else End.LEFT
     outcome.ended = run.now
     return outcome
 
 
-async def _attempts(run: _Run, outcome: Outcome, body: bytes) -> None:
+async def _attempts(run: _Run, outcome: Outcome, body: bytes, limit: asyncio.Timeout) -> None:
     while True:
         try:
             await _attempt(run, outcome, body)
@@ -131,6 +131,8 @@ async def _attempts(run: _Run, outcome: Outcome, body: bytes) -> None:
         outcome.broken += 1
         outcome.text, outcome.first_token = "", None
         await asyncio.sleep(RETRY_SECONDS)
+        if outcome.question.leaves_after is None:  # the service counts from the new request
+            limit.reschedule(asyncio.get_running_loop().time() + run.settings.hung_seconds)
 
 
 async def _attempt(run: _Run, outcome: Outcome, body: bytes) -> None:

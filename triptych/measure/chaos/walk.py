@@ -16,6 +16,7 @@ from triptych.measure.chaos.acts import (
     signals,
     slows,
     stands_still,
+    steps_clock,
 )
 from triptych.measure.chaos.target import Kin, Ranked
 from triptych.topology import Role, Topology
@@ -30,6 +31,8 @@ SPREAD_SECONDS = 1.5
 """Seconds over which that is spread."""
 STOP_SECONDS = (0.3, 1.0, 2.5, 6.0)
 """Shorter and longer than a lease."""
+CLOCK_STEPS = (-86_400, -3600, -5, 5, 3600, 86_400)
+"""Seconds by which the wall clock is set forward or back."""
 DEVICE_BREAKS = signal.SIGUSR1
 """What breaks the device of an instance that has the setting ``inject_faults`` of ``walking``."""
 TOPOLOGIES = ("1EPD", "1E1PD", "2E1P2D")
@@ -46,6 +49,8 @@ class Ground:
     """A checkpoint of the same architecture."""
     disks: Sequence[Path]
     """Folders on small disks, which may be filled."""
+    clock: Path
+    """Folder of a clock that may be set (``settable_clock``)."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ def plan_walk(seed: int, ground: Ground, seconds: float) -> list[TimedAct]:
         for draw in rng.choices(draws, weights, k=rng.choice(AT_ONCE)):
             moment = round(at + rng.uniform(0, SPREAD_SECONDS), 1)
             act = draw(rng, ground)
-            if act.model is not None:  # each rollout to a model brings the one that isn't served
+            if act.models:  # each rollout to a model brings the one that isn't served
                 act = rolls_out(models[0])
                 models.reverse()
             steps.append(TimedAct(moment, act))
@@ -107,6 +112,10 @@ def _fills(rng: random.Random, ground: Ground) -> Act:
     return fills(rng.choice(ground.disks), rng.uniform(2.0, 10.0))
 
 
+def _steps_clock(rng: random.Random, ground: Ground) -> Act:
+    return steps_clock(ground.clock, rng.choice(CLOCK_STEPS), rng.uniform(0.5, 10.0))
+
+
 def _rolls_out(_: random.Random, __: Ground) -> Act:
     return rolls_out()
 
@@ -136,6 +145,7 @@ _CHOICES: Sequence[tuple[Draw, int]] = (
     (_slows, 2),
     (_loses, 3),
     (_fills, 2),
+    (_steps_clock, 2),
     (_rolls_out, 1),
     (_brings_in, 2),
     (_scales, 2),

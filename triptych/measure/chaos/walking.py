@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from triptych.cluster.service import Service
 from triptych.errors import StartError, TriptychError
@@ -107,14 +108,17 @@ class WalkResult:
 Say = Callable[[str], object]
 
 
-async def run_walk(bench: Bench, steps: Sequence[TimedAct], ground: Ground, seconds: float, say: Say) -> WalkResult:
-    """Do a walk's steps while clients ask. ``say`` is given lines about its progress. Raises StartError when the
-    service doesn't start, or doesn't answer before the first step."""
+async def run_walk(
+    bench: Bench, steps: Sequence[TimedAct], ground: Ground, seconds: float | None, say: Say
+) -> WalkResult:
+    """Do a walk's steps while clients ask, for so long, or until the steps are over if it is None. ``say`` is given
+    lines about its progress. Raises StartError when the service doesn't start, or doesn't answer before the first
+    step."""
     async with contextlib.AsyncExitStack() as stack:
         media = await stack.enter_async_context(media_server())
         service = await stack.enter_async_context(service_of(bench, str(ground.topology), _settings(media)))
         walk = Walk(bench, ground, service, questions(media), say)
-        await walk.learn(any(step.act.model for step in steps))
+        await walk.learn(any(step.act.models for step in steps))
         await walk.go(steps, seconds)
         return walk.result
 
@@ -124,6 +128,7 @@ def _settings(media: str) -> dict[str, object]:
         "allowed_media_domains": (media.removeprefix("http://"),),
         "allowed_media_networks": (f"{HOST}/32",),
         "request_timeout": REQUEST_TIMEOUT,
+        "drain_timeout": REQUEST_TIMEOUT,  # a shorter one ends requests that wait for an instance to start
         "inject_faults": "device=0",  # it breaks by a signal alone
     }
 
@@ -182,8 +187,8 @@ class Walk:
 
     # ── the walk ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def go(self, steps: Sequence[TimedAct], seconds: float) -> None:
-        """Do the steps while clients ask, restore what they changed, and judge."""
+    async def go(self, steps: Sequence[TimedAct], seconds: float | None) -> None:
+        """Do the steps while clients ask, as in ``run_walk``, restore what they changed, and judge."""
         before = await settled(self._service)
         self._target.begin()
         began, ending = time.monotonic(), asyncio.Event()
@@ -193,8 +198,10 @@ class Walk:
                 for number in range(self._client.concurrency)
             ]
             acting = [asyncio.create_task(self._do(step, began)) for step in steps]
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._service.lost), seconds)
+            over: list[asyncio.Future[Any]] = [self._service.lost]
+            if seconds is None:
+                over.append(asyncio.gather(*acting))
+            await asyncio.wait(over, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             ending.set()
             await self._join(acting, ACT_SECONDS, "a step isn't over")
             await self._join(clients, REQUEST_TIMEOUT + 2 * LATE_SECONDS, "a client isn't done")
@@ -248,16 +255,16 @@ class Walk:
         await asyncio.sleep(began + step.at - time.monotonic())
         self._say(str(step))
         earlier = self._served.now
-        if step.act.model is not None:
-            self._may_serve(earlier | {step.act.model}, began)
+        if step.act.models:
+            self._may_serve(earlier.union(step.act.models), began)
         try:
             await step.act.do(self._target)
         except TriptychError as error:
             self.result.undone.append(f"{step.act.what}: {error}")
             self._say(f"          not done: {step.act.what}: {error}")
         else:
-            if step.act.model is not None:
-                self._may_serve(frozenset({step.act.model}), began)
+            if step.act.models:
+                self._may_serve(frozenset(step.act.models[-1:]), began)
 
     def _may_serve(self, models: frozenset[Path], began: float) -> None:
         self._served.spans.append((time.monotonic() - began, models))
