@@ -1,5 +1,6 @@
 """An instance's own HTTP port: what probes see, and what other clients may send."""
 
+import os
 import socket
 from collections.abc import Iterator
 
@@ -101,5 +102,6 @@ def test_idle_connections_are_closed_and_keep_no_place(server: HealthServer, mon
 
 
 def test_a_port_in_use_is_named(server: HealthServer) -> None:
-    with pytest.raises(StartError, match=f"--health-port {server.port}: can't listen on 127.0.0.1: Address already"):
+    taken = f"--health-port {server.port}: can't listen on 127.0.0.1:{server.port}: Address already in use"
+    with pytest.raises(StartError, match=rf"{taken} by process {os.getpid()} \(.*python"):
         HealthServer(HOST, server.port, Pulse("e1", Role.E, SystemClock()))

@@ -29,6 +29,7 @@ from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.state_spec import state_bytes
 from triptych.layers.stored.lists import disagreements
 from triptych.layers.stored.registry import StoredFormats, described_formats, read_formats
+from triptych.listening import refusal
 from triptych.messages.identity import ModelIdentity
 from triptych.models.registry import family_of, identity_of, model_type_of, resolve
 from triptych.observe.machine import available_bytes, check_cores
@@ -418,7 +419,7 @@ def _port(host: str, port: int) -> str:
             listener.bind(address)
             listener.listen()
         except OSError as error:
-            raise StartError(f"can't listen on {host}:{port}: {error.strerror}") from None
+            raise StartError(refusal(host, port, error)) from None
         return f"{host}:{port} is free" if port else f"any free one on {host}"
 
 

@@ -24,6 +24,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from triptych.clock import Clock
 from triptych.config import MAX_MESSAGE_BYTES, host_and_port
 from triptych.errors import BadAddress, BadMessage, Unavailable
+from triptych.listening import refusal
 from triptych.messages.codec import Message, decode, encode
 from triptych.messages.curve import ClusterKeys
 from triptych.messages.links import Arrival, Link, Links, decode_header
@@ -134,7 +135,9 @@ class Channel:
                 self.address = Address(self._inbox.get_string(zmq.LAST_ENDPOINT))
                 if (ipc := _ipc_endpoint(self.address)) is not None:
                     self._inbox.bind(ipc)
-            except (OSError, RuntimeError, zmq.ZMQError) as error:
+            except (OSError, zmq.ZMQError) as error:
+                raise BadAddress(refusal(host, port, OSError(error.errno, error.strerror))) from None
+            except RuntimeError as error:
                 raise BadAddress(f"can't listen on {host}:{port}: {error}") from None
             undo.pop_all()
         self._inbox_fd = int(self._inbox.get(zmq.FD))

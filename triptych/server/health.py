@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from triptych.errors import StartError
+from triptych.listening import refusal
 from triptych.messages.work import Capacity
 from triptych.router.instance import Instance
 from triptych.router.instance_metrics import InstanceCollector
@@ -42,7 +43,7 @@ class HealthServer:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self._listener = socket.create_server(address[:2], family=family, backlog=MAX_CONNECTIONS)
         except OSError as error:
-            raise StartError(f"--health-port {port}: can't listen on {host}: {error.strerror}") from None
+            raise StartError(f"--health-port {port}: {refusal(host, port, error)}") from None
         self.port = int(self._listener.getsockname()[1])
         """The port that it listens on."""
         self.pulse = pulse

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from triptych.config import HttpConfig, TlsConfig
 from triptych.errors import StartError
+from triptych.listening import refusal
 
 VANISHED_SECONDS = 60.0
 """Seconds beyond ``client_timeout`` after which a connection is closed if its client acknowledges nothing. One that
@@ -46,7 +47,7 @@ def listen(http: HttpConfig, *, shared: bool = False, joins: bool = False) -> so
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise StartError(f"can't listen on {http.host}:{http.port}: {error.strerror}") from None
+        raise StartError(refusal(http.host, http.port, error)) from None
     return listener
 
 
@@ -64,7 +65,7 @@ def reserve(host: str, port: int, *, joins: bool = False) -> socket.socket:
         reserved.bind(address)
     except OSError as error:
         reserved.close()
-        raise StartError(f"can't listen on {host}:{port}: {error.strerror}") from None
+        raise StartError(refusal(host, port, error)) from None
     return reserved
 
 
