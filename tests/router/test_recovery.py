@@ -12,6 +12,7 @@ from tests.support.router_harness import (
     E0,
     E1,
     EPD0,
+    EXPIRY,
     FRONTEND,
     P0,
     P1,
@@ -49,6 +50,7 @@ from triptych.messages.work import (
 from triptych.router.instance import WorkKind
 from triptych.router.instance_messages import RESET_PAUSE
 from triptych.router.membership import AVOIDED_SECONDS
+from triptych.router.quarantine import MAX_FORGIVEN, MAX_LOSSES
 from triptych.router.request_state import MAX_FAILURES
 from triptych.router.stream import TokenStream
 from triptych.topology import Role
@@ -215,6 +217,40 @@ def test_work_that_an_instance_gives_up_for_other_reasons_is_not_blamed() -> Non
         harness.register(PD0, resets=resets, suspect=False)
     assert harness.router.debug_state().requests[stream.request].losses == 0
     assert finish(harness, stream) == [7]
+
+
+def stand_still(harness: RouterHarness, *, resets: int, suspect: bool = False) -> None:
+    """Let PD0 send nothing for as long as a lease lasts, and come back."""
+    harness.wait(EXPIRY + 1)
+    harness.register(PD0, resets=resets, suspect=suspect)
+
+
+def test_an_instance_that_stood_still_and_is_back_was_not_ended_by_its_requests() -> None:
+    harness = RouterHarness(PD0, restart_hold=60.0, request_timeout=600.0)
+    stream = harness.submit()
+    for resets in range(1, MAX_FORGIVEN + 1):
+        stand_still(harness, resets=resets)
+        assert harness.router.debug_state().requests[stream.request].losses == 0
+    assert finish(harness, stream) == [7]
+
+
+@pytest.mark.parametrize("suspect", [True, False])
+def test_a_request_by_which_instances_stand_still_is_given_up(suspect: bool) -> None:
+    harness = RouterHarness(PD0, restart_hold=60.0, request_timeout=600.0)
+    stream = harness.submit()
+    for resets in range(1, MAX_LOSSES + (0 if suspect else MAX_FORGIVEN) + 1):
+        assert stream.request in harness.router.debug_state().requests
+        stand_still(harness, resets=resets, suspect=suspect)
+    with pytest.raises(InstanceLost, match="3 instances"):
+        tokens_of(stream)
+
+
+def test_another_process_in_place_of_a_silent_one_excuses_nothing() -> None:
+    harness = RouterHarness(PD0, restart_hold=60.0, request_timeout=600.0)
+    stream = harness.submit()
+    harness.wait(EXPIRY + 1)
+    harness.register(PD0, pid=2, suspect=False)
+    assert harness.router.debug_state().requests[stream.request].losses == 1
 
 
 def test_others_drop_their_transfers_with_an_instance_of_which_messages_were_lost() -> None:

@@ -27,6 +27,8 @@ from triptych.virtual_time import VirtualClock
 
 Kind = TypeVar("Kind")
 
+EXPIRY = 10.0
+"""Seconds without a heartbeat after which a lease ends."""
 FRONTEND = Address("frontend")
 """The router\'s own address."""
 
@@ -82,7 +84,7 @@ class RouterHarness:
             disconnect=lambda address: self.disconnected.append((address, len(self.sent))),
             identity=ModelIdentity(),
             admission=AdmissionConfig(max_queue=max_queue, **DEFAULTS | settings),
-            lease=LeaseConfig(heartbeat=1.0, lease_expiry=10.0),
+            lease=LeaseConfig(heartbeat=1.0, lease_expiry=EXPIRY),
             clock=self.clock,
         )
         for address in addresses:

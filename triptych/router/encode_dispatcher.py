@@ -209,8 +209,8 @@ class EncodeDispatcher:
         assert state is not None, "items are released when their request ends"
         return state
 
-    def set_apart(self, state: RequestState) -> None:
-        """Have the queued items of a request that is suspect now block no others."""
+    def queue_again(self, state: RequestState) -> None:
+        """Queue a request's waiting items as those of a suspect, which block no others, or of one that is none now."""
         if (items := self._requests.get(state.id)) is not None:
             for key, ticket in items.queued.items():
                 self._queue.remove(ticket)

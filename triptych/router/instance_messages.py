@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from triptych.clock import Clock
@@ -48,6 +49,15 @@ RESET_PAUSE = 3.0
 their ends notice it one after the other."""
 
 
+@dataclass(frozen=True)
+class _Silent:
+    """A process that sent no heartbeats for as long as a lease lasts."""
+
+    pid: int
+    incarnation: int
+    blamed: list[RequestId]
+
+
 class InstanceMessages:
     """Handles what is said of instances, and recovers the requests of those that are lost."""
 
@@ -89,6 +99,8 @@ class InstanceMessages:
         self._clock = clock
         self._recovering: list[tuple[str, list[RequestId]]] = []
         """Instances that were lost since the last call of ``report``, and the requests that each worked on."""
+        self._silent: dict[str, _Silent] = {}
+        """The last process of each name that sent no heartbeats, while a request that is blamed for that lives."""
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         """Return what handles each type of message."""
@@ -112,7 +124,9 @@ class InstanceMessages:
         for instance in self._membership.expired(now):
             why = f"sent no heartbeat for {self._config.lease_expiry:g} s"
             log.warning("%s %s", instance.name, why)
-            self._remove_instance(instance, why)
+            blamed = self._remove_instance(instance, why)
+            self._silent = {name: one for name, one in self._silent.items() if any(map(self._requests.get, one.blamed))}
+            self._silent[instance.name] = _Silent(instance.pid, instance.incarnation, blamed)
         self._reset_where_messages_were_lost(now)
         for consumer in self._consumers.expire():
             for instance in self._membership:  # it has a connection, and the consumer's memory
@@ -131,6 +145,9 @@ class InstanceMessages:
         held = self._membership.get(message.address)
         if held is not None and is_before(held, message):
             return  # connections of one instance may overtake each other
+        silent = self._silent.pop(message.name, None)
+        if silent and (silent.pid, silent.incarnation) == (message.pid, message.incarnation) and not message.suspect:
+            self._transitions.forgive(silent.blamed)
         changed = held is not None and has_new_role(held, message)
         if held is not None and not is_same(held, message):
             self._role_changes.registered(message)
@@ -243,12 +260,12 @@ class InstanceMessages:
 
     def _remove_instance(
         self, instance: Instance, why: str, *, kind: str = "lost", suspect: bool = True, is_alive: bool = False
-    ) -> None:
+    ) -> list[RequestId]:
         """Remove an instance that is gone, report that to the others, and recover its requests.
 
         Requests that it decoded continue elsewhere. Decode instances that it prefilled for ask for another prefill, and
         language instances that lack rows of it as an encode instance ask for the items again. ``kind`` is that of the
-        event. ``suspect`` is as in Deregister, ``is_alive`` as in PeerLost."""
+        event. ``suspect`` is as in Deregister, ``is_alive`` as in PeerLost. Returns the requests that are blamed."""
         self._membership.remove(instance, self._clock.now())
         self._role_changes.lost(instance, why)
         self._encodes.consumer_lost(instance.address)
@@ -270,8 +287,7 @@ class InstanceMessages:
             self._events.add(kind, f"{instance.name} {why}")
         for state in affected.values():
             state.interrupted = True
-        if suspect:
-            self._transitions.blame(affected.values(), why)
+        blamed = self._transitions.blame(affected.values(), why) if suspect else []
         for state in filter(self._requests.has, affected.values()):
             if state.decode is not None and state.decode.instance is instance:
                 self._metrics.recovered("decode")
@@ -285,6 +301,7 @@ class InstanceMessages:
                 self._transitions.update_phase(state)
         self._recovering.append((instance.name, list(affected)))
         self._disconnect(instance.address)
+        return blamed
 
     def _report_recovery(self, lost: str, affected: list[RequestId]) -> None:
         """Add events of what has become of the requests that an instance worked on when it was lost."""

@@ -8,6 +8,8 @@ from triptych.types import RequestId
 
 MAX_LOSSES = 3
 """Instances that may be lost while they work on one request. Bounded, because the request itself may end them."""
+MAX_FORGIVEN = 5
+"""Losses of a request that don't count, since the instance came back. Bounded, since it may have stood still by it."""
 
 
 class Quarantine:
@@ -51,12 +53,22 @@ class Quarantine:
             return instances
         return [one for one in instances if self.allows(state, one)]
 
-    def lost(self, requests: Collection[RequestState]) -> None:
-        """Blame the loss of an instance on those of its requests that may have ended it."""
-        for state in [one for one in requests if self.is_on_trial(one)] or list(requests):
+    def lost(self, requests: Collection[RequestState]) -> list[RequestState]:
+        """Blame the loss of an instance on those of its requests that may have ended it, and return these."""
+        blamed = [one for one in requests if self.is_on_trial(one)] or list(requests)
+        for state in blamed:
             state.losses += 1
             if state.losses == MAX_LOSSES - 1:
                 self._suspects[state.id] = state
+        return blamed
+
+    def forgive(self, state: RequestState) -> None:
+        """Take back a loss: the instance has only stood still."""
+        if state.forgiven < MAX_FORGIVEN:
+            state.forgiven += 1
+            state.losses -= 1
+            if state.losses < MAX_LOSSES - 1:
+                self._suspects.pop(state.id, None)
 
     def ended(self, state: RequestState) -> None:
         """Forget a request."""

@@ -60,7 +60,7 @@ class RowAnswer:
 @dataclass(eq=False)
 class RequestState:
     """A request in flight. ``RequestTable`` changes ``phase``, ``work``, ``decode``, ``prefill``,
-    ``prefill_needed`` and ``has_answered``, and ``Quarantine`` changes ``losses``."""
+    ``prefill_needed`` and ``has_answered``, and ``Quarantine`` changes ``losses`` and ``forgiven``."""
 
     id: RequestId
     prompt: PlannedPrompt
@@ -99,6 +99,8 @@ class RequestState:
     num_dispatches: int = 0
     losses: int = 0
     """Instances that were lost while they worked on it, without another request that explains the loss."""
+    forgiven: int = 0
+    """Losses that don't count, since the instance came back."""
     failures: int = 0
     """Times that instances have failed with it, by a fault that may be theirs."""
     interrupted: bool = False

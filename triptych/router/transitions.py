@@ -194,15 +194,23 @@ class Transitions:
                 return
         self.fail(state, error)
 
-    def blame(self, requests: Collection[RequestState], why: str) -> None:
-        """Blame the loss of an instance on requests that it worked on. Fails those that have lost too many."""
-        self._quarantine.lost(requests)
+    def blame(self, requests: Collection[RequestState], why: str) -> list[RequestId]:
+        """Blame the loss of an instance on requests that it worked on. Fails those that have lost too many. Returns
+        those that are blamed."""
+        blamed = self._quarantine.lost(requests)
         for state in requests:
             if state.losses >= MAX_LOSSES:
                 lost = f"{state.losses} instances were lost while they worked on it; the last one {why}"
                 self.fail(state, InstanceLost(f"given up after {lost}"))
             elif self._quarantine.is_suspect(state):
-                self._encodes.set_apart(state)
+                self._encodes.queue_again(state)
+        return [state.id for state in blamed]
+
+    def forgive(self, requests: Collection[RequestId]) -> None:
+        """Take back the blame for an instance that is here again."""
+        for state in filter(None, map(self._requests.get, requests)):
+            self._quarantine.forgive(state)
+            self._encodes.queue_again(state)
 
     def fail_missing(self, state: RequestState, stage: Stage) -> None:
         """Fail a dispatched request that needs a stage without an instance."""
