@@ -21,7 +21,16 @@ from triptych.messages.operations import (
     StartScale,
     Status,
 )
-from triptych.messages.work import Draining, Encode, HandingOver, Heartbeat, Register, RegistrationRefused, Stop
+from triptych.messages.work import (
+    Draining,
+    Encode,
+    HandingOver,
+    Heartbeat,
+    Register,
+    Registered,
+    RegistrationRefused,
+    Stop,
+)
 from triptych.topology import Role
 from triptych.types import Address
 
@@ -49,6 +58,10 @@ def test_instances_hear_of_replaced_frontends_when_they_register_and_with_each_h
         harness.router.handle(message)
         assert (message.address, HandingOver(old)) in harness.sent
     assert [type(message) for to, message in harness.sent if to == E0] == [HandingOver, RegistrationRefused]
+    harness.register(
+        PD1
+    )  # in this order, since this frontend may be one of them: a lease after that says that it stays
+    assert [type(message) for to, message in harness.sent if to == PD1] == [Registered, HandingOver]
     harness.router.handle(LauncherReport(SUPERVISOR, []))
     harness.sent.clear()
     harness.router.handle(Heartbeat(PD0))

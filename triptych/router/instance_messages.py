@@ -162,9 +162,9 @@ class InstanceMessages:
             self._notify(message.address, Stop())
             self._disconnect(message.address)
             return
-        self._name_finishing(message.address)
         if incompatibility := self._membership.incompatibility(message, self._identity):
             log.warning("refused %s: %s", message.name, incompatibility)
+            self._name_finishing(message.address)
             self._notify(message.address, RegistrationRefused(message.name, message.pid, incompatibility, message.join))
             self._disconnect(message.address)
             return
@@ -174,6 +174,7 @@ class InstanceMessages:
             self._events.add("changed" if changed else "joined", f"{instance.name} joined as {instance.role}")
         registered = Registered(self._config.lease_expiry, self._address, message.join, message.resets)
         self._notify(instance.address, registered)
+        self._name_finishing(instance.address)  # after it has joined: this one may be finishing, too
 
     def _is_outdated(self, message: Register) -> bool:
         """Return whether a newer instance has the name of one that registers. Older ones are told to stop, unless their
