@@ -121,15 +121,25 @@ class FairQueue(Generic[T]):
     ) -> Ticket[T] | None:
         """Dequeue the first ticket whose work may start, and charge its client; None if there is none. ``kinds`` are
         those that are looked through, None for all."""
+        if (ticket := self.first(may_start, kinds)) is not None:
+            self.take(ticket)
+        return ticket
+
+    def take(self, ticket: Ticket[T]) -> None:
+        """Dequeue a ticket, and charge its client."""
+        self._now = max(self._now, self._counters[ticket.client])
+        self.remove(ticket, ticket.cost)
+
+    def first(
+        self, may_start: Callable[[T], bool] = lambda _: True, kinds: Container[Hashable] | None = None
+    ) -> Ticket[T] | None:
+        """Return the ticket that ``pop`` would dequeue."""
         lanes = {at: lane for at, lane in self._lanes.items() if kinds is None or at[1] in kinds}
         for priority in sorted({priority for priority, _ in lanes}):
             heaps = [lane.heap for (of, _), lane in lanes.items() if of == priority]
             firsts = [entry for heap in heaps if (entry := self._first(heap, may_start)) is not None]
             if firsts:
-                ticket = min(firsts)[-1].head
-                self._now = max(self._now, self._counters[ticket.client])
-                self.remove(ticket, ticket.cost)
-                return ticket
+                return min(firsts)[-1].head
         return None
 
     def heads(self) -> Iterator[Ticket[T]]:

@@ -571,6 +571,7 @@ def num_waiting(service: Served) -> int:
         (CHAT, {"best_of": 10**400}),
         (COMPLETIONS, {"n": 0, "prompt": "a"}),
         (COMPLETIONS, {"n": 64, "prompt": ["a"] * 64}),
+        (COMPLETIONS, {"prompt": ["a"] * 1000}),
     ],
 )
 def test_numbers_of_answers_have_a_limit(both: tuple[Served, VllmServer], path: str, fields: dict[str, Any]) -> None:
@@ -587,27 +588,35 @@ def test_each_answer_counts(folder: Path) -> None:
     with vllm_server(folder) as server, gateway(folder, server, **limits) as service, ThreadPoolExecutor(8) as threads:
         ready(service)
 
-        def ask(name: str, **fields: Any) -> int:
+        def ask(name: str, content: Any = "Hello", **fields: Any) -> int:
             with service.client() as client:
-                body = service.body(user=name, **fields)
+                body = service.body(content, user=name, **fields)
                 return client.post(CHAT, json=body, headers={"authorization": name}).status_code
 
+        def running() -> list[int]:
+            return [one.running for one in service.running.frontend.router.servers or ()]
+
         server.behaviours += ["hang"] * 2
-        begun = [threads.submit(ask, "many", n=3) for _ in range(2)]
-        wait_for(lambda: server.running == 2)
-        assert [one.running for one in service.running.frontend.router.servers or ()] == [6]
-        waiting = [threads.submit(ask, "many", n=3)]  # six of four are taken
-        wait_for(lambda: num_waiting(service) == 1)
-        assert ask("many", n=2) == 429
-        waiting.append(threads.submit(ask, "many"))
+        asked = [threads.submit(ask, "many", n=3)]
+        wait_for(lambda: running() == [3])
+        asked += [threads.submit(ask, "many", n=3) for _ in range(2)]  # three of four are taken
         wait_for(lambda: num_waiting(service) == 2)
-        assert ask("another", n=11) == 429
+        assert ask("many", n=2) == 429
+        service.encoder.close()  # nothing is encoded for what is refused
+        assert ask("another", [image_part(image(seed=77))], n=11) == 429
+        service.encoder.opened.set()
         assert ask("third", n=20) == 503
-        waiting.append(threads.submit(ask, "few", best_of=1))
+        asked.append(threads.submit(ask, "few", best_of=1))
+        wait_for(lambda: running() == [4])
+        asked.append(threads.submit(ask, "whole", n=4))
         wait_for(lambda: num_waiting(service) == 3)
+        asked.append(threads.submit(ask, "late"))
+        wait_for(lambda: num_waiting(service) == 4)
         server.opened.set()
-        assert {one.result() for one in (*begun, *waiting)} == {200}
-        assert [body["user"] for body in server.bodies].index("few") == 2
+        assert {one.result() for one in asked} == {200}
+        users = [body["user"] for body in server.bodies]
+        assert (users[1], users.index("whole") < users.index("late")) == ("few", True)
+        assert ask("whole", n=9) == 200  # more than a server's room: alone
         service.settle()
 
 

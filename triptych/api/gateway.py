@@ -8,8 +8,9 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from pydantic_core import from_json
@@ -130,9 +131,19 @@ class Forwarded:
         return Needs(connector=self.prompt is not None, model="" if own else named)
 
     @property
+    def most_choices(self) -> tuple[int, str]:
+        """Answers that it asks for to each prompt, and the field that says so."""
+        return max(((self.fields.get(name) or 1, name) for name in CHOICES), key=itemgetter(0))
+
+    @property
     def num_choices(self) -> int:
         """Answers that it asks for."""
-        return self.num_prompts * max(self.fields.get(name) or 1 for name in CHOICES)
+        return self.num_prompts * self.most_choices[0]
+
+    @property
+    def model(self) -> str:
+        """The name of the model that answers, as clients know it."""
+        return self.needs.model or self.api.model_name
 
     @property
     def cost(self) -> float:
@@ -236,11 +247,13 @@ def _preparing(forwarded: Forwarded, *, has_media: bool) -> Iterator[None]:
     api.servers.check()
     check_model(api, fields.get("model"))
     if (number := forwarded.num_choices) > (limit := api.frontend.admission.max_queue):
-        raise InvalidRequest(f"n: {number} choices exceed the limit of {limit}", "n")
+        name = "prompt" if forwarded.num_prompts > limit else forwarded.most_choices[1]
+        raise InvalidRequest(f"{name}: {number} choices exceed the limit of {limit}", name)
     fields.pop("timeout", None)  # it is kept here
     with api.lifecycle.preparing(
         context.record,
         has_media=has_media,
+        number=number,
         priority=forwarded.priority,
         timeout=context.remaining,
         generates=False,

@@ -216,6 +216,7 @@ class Servers:
                 self._leave(waiting.granted.result()[0], number)  # granted and cancelled at once
             elif waiting.granted.cancelled():
                 self._queue.remove(ticket)
+                self._grant()  # a server may have been kept for it
             raise
         try:
             yield server, lost
@@ -227,19 +228,32 @@ class Servers:
         self._grant()
 
     def _grant(self) -> None:
-        while (ticket := self._queue.pop(lambda one: self._choose(one) is not None)) is not None:
-            waiting = ticket.work
-            if not waiting.granted.done():
-                server = self._choose(waiting)
-                assert server is not None and server.lost is not None, "it may start"
-                server.running += waiting.number
-                waiting.granted.set_result((server, server.lost))
+        # by servers, the first call in turn, for all of whose answers there isn't room: until there is, no other gets
+        # there, or calls with few answers would pass it for ever
+        kept: dict[Server, _WaitingCall] = {}
 
-    def _choose(self, waiting: _WaitingCall) -> Server | None:
-        """Return the server with the least requests that a request may go to; None if all are full."""
+        def choose(one: _WaitingCall) -> Server | None:
+            has_ended = one.granted.done()  # cancelled, and its task takes it out of the queue
+            return None if has_ended or one in kept.values() else self._choose(one, kept)
+
+        while (ticket := self._queue.first(lambda one: choose(one) is not None)) is not None:
+            waiting = ticket.work
+            server = choose(waiting)
+            assert server is not None and server.lost is not None, "it may start"
+            if server.running and server.running + waiting.number > self._limit:
+                kept[server] = waiting
+                continue
+            self._queue.take(ticket)
+            server.running += waiting.number
+            waiting.granted.set_result((server, server.lost))
+
+    def _choose(self, waiting: _WaitingCall, kept: Collection[Server]) -> Server | None:
+        """Return the server with the least requests that a request may go to, and that isn't kept for others; None if
+        all are full."""
         serving = [server for server in self._all if waiting.needs.are_met(server)]
         usual = [server for server in serving if server not in waiting.avoid] or serving
-        least = min(usual, key=lambda server: server.running, default=None)
+        free = (server for server in usual if server not in kept)
+        least = min(free, key=lambda server: server.running, default=None)
         return least if least is not None and least.running < self._limit else None
 
     # ── looking after them ───────────────────────────────────────────────────────────────────────────────────
@@ -264,6 +278,8 @@ class Servers:
             self._served = now
         for ticket in list(self._queue):
             waiting = ticket.work
+            if waiting.granted.done():
+                continue
             error: TriptychError | None = self._gone(waiting.needs)
             if any(map(waiting.needs.are_met, self._all)):
                 waiting.served = now
@@ -271,8 +287,7 @@ class Servers:
                 error = Unavailable("no language server is ready for the request")
             if error is not None:
                 self._queue.remove(ticket)
-                if not waiting.granted.done():
-                    waiting.granted.set_exception(error)
+                waiting.granted.set_exception(error)
 
     def _gone(self, needs: Needs) -> UnknownModel | None:
         if not needs.model or self.knows(needs.model):

@@ -113,6 +113,7 @@ class Admission:
         cost: float | None = None,
         items_cost: float = 0.0,
         encode_backlog: float = 0.0,
+        number: int = 1,
         priority: int = 0,
         timeout: float | None = None,
         generates: bool = True,
@@ -120,13 +121,14 @@ class Admission:
         """Return the request's forecast times.
 
         Raises what ``check_capacity`` raises, and Overloaded if the answer is not expected within ``timeout`` seconds
-        and other requests are ahead. ``cost`` is None before the prompt is planned. ``encode_backlog`` is the cost of
-        the items in flight at encode instances. A request whose items are only encoded ``generates`` nothing.
+        and other requests are ahead. ``number`` is how many answers it asks for. ``cost`` is None before the prompt is
+        planned. ``encode_backlog`` is the cost of the items in flight at encode instances. A request whose items are
+        only encoded ``generates`` nothing.
 
         Dispatched requests that still wait for media do not count as ahead: they occupy encode instances only. Queued
         requests with media are not ahead of a text request, which has slots of its own
         (``Instance.has_stalling_room``)."""
-        self.check_capacity(client, now)
+        self.check_capacity(client, now, number)
         if priority == PROBE_PRIORITY:
             return Expected(0.0, 0.0)
         cost = self.forecast.mean_cost if cost is None else cost

@@ -274,6 +274,7 @@ class RequestLifecycle:
         record: RequestRecord,
         *,
         has_media: bool,
+        number: int = 1,
         priority: int = 0,
         timeout: float | None = None,
         generates: bool = True,
@@ -281,11 +282,13 @@ class RequestLifecycle:
         """Hold an admission slot while the prompt is prepared, so that a request that can't be served never pays for
         fetching or planning. ``submit`` checks again, since conditions may have changed.
 
+        ``number`` is how many answers it asks for, for which there must be room: those are held only later.
         ``timeout`` is in seconds, None for the service's own limit. Raises Overloaded if the service is full or the
         answer is not expected in time, and RateLimited if the client is at its limit. Raises Unavailable if no instance
         can serve the request now or soon, and MediaNotServed if the topology has no encode instance. A request whose
         items are only encoded ``generates`` nothing, and needs no language instance."""
-        self._check(has_media, client=record.client, priority=priority, timeout=timeout, generates=generates)
+        known: dict[str, Any] = {"number": number, "priority": priority, "timeout": timeout, "generates": generates}
+        self._check(has_media, client=record.client, **known)
         with self.admission.preparing(record.client, self._clock.now()):
             yield
 
