@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.scraping import scrape
 from tests.support.serving import Served, image_part, served, text_part, wait_for
 from tests.support.vllm_server import COMPLETIONS, VllmServer, vllm_server
 
@@ -41,7 +42,7 @@ def both(pair: tuple[Served, VllmServer]) -> Iterator[tuple[Served, VllmServer]]
     server.bodies.clear()
     yield pair
     server.behaviours.clear()
-    server.deltas, server.finish_reason = [], "stop"
+    server.deltas, server.finish_reason, server.events = [], "stop", None
     service.settle()
 
 
@@ -215,3 +216,118 @@ def test_prompts_are_counted_without_a_server(both: tuple[Served, VllmServer]) -
     assert ask(service, f"{MESSAGES}/count_tokens", messages=message([source()])["messages"]).json()["input_tokens"] > 5
     assert ask(service, f"{RESPONSES}/input_tokens", input="a").json()["input_tokens"] > 1
     assert not server.bodies
+
+
+NAMED = {"name": "answer", "schema": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("asked", "sent"),
+    [
+        ({"type": "json_schema", "schema": SCHEMA}, {"type": "json_schema", "json_schema": NAMED}),
+        (
+            {"type": "json_schema", "schema": SCHEMA, "name": "x"},
+            {"type": "json_schema", "json_schema": NAMED | {"name": "x"}},
+        ),
+        ({"type": "json_object", "schema": SCHEMA}, {"type": "json_schema", "json_schema": NAMED}),
+        ({"type": "json"}, {"type": "json_object"}),
+        ({"type": "text"}, None),
+    ],
+)
+def test_formats_are_those_that_vllm_enforces(
+    both: tuple[Served, VllmServer], asked: dict[str, Any], sent: dict[str, Any] | None
+) -> None:
+    service, server = both
+    assert ask(service, RESPONSES, input="a", text={"format": asked}).status_code == 200
+    assert server.bodies[0].get("response_format") == sent
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+def test_answers_name_the_adapter(both: tuple[Served, VllmServer], path: str) -> None:
+    service, _ = both
+    for model in ("adapter", service.model):
+        response = ask(service, path, **(message("a") if path == MESSAGES else {"input": "a"}), model=model)
+        assert response.json()["model"] == model
+
+
+# ── answers that aren't vLLM's ───────────────────────────────────────────────────────────────────────────────────
+
+
+def chunk(delta: dict[str, Any], finish_reason: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason} | more]}
+
+
+def piece(index: int, **function: str) -> dict[str, Any]:
+    return {"tool_calls": [{"index": index, "function": function}]}
+
+
+def entries(*listed: Any) -> dict[str, Any]:
+    return {"logprobs": {"content": list(listed)}}
+
+
+FIRST, LAST = chunk({"content": "one"}), chunk({}, "stop")
+ENTRY = {"token": "é", "logprob": -1, "bytes": None, "top_logprobs": [{"token": "a", "logprob": -2.5}]}
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [],
+        [FIRST],
+        [FIRST, LAST, FIRST],
+        [FIRST, chunk({"content": "x"}, index=1), LAST],
+        [FIRST, chunk({"content": "x"}, **entries(ENTRY | {"bytes": [300]})), LAST],
+        [FIRST, chunk({"content": "x"}, **entries(3)), LAST],
+        [FIRST, chunk(piece(0, arguments="{}")), LAST],
+        [chunk(piece(0, name="f")), chunk(piece(1, name="g")), chunk(piece(0, arguments="{}")), LAST],
+        [chunk(piece(0, name="f")), FIRST, chunk(piece(0, arguments="{}")), LAST],
+        [FIRST, {"error": {"message": "engine", "code": 500}}],
+    ],
+)
+def test_answers_that_arent_whole_are_the_servers_failures(
+    both: tuple[Served, VllmServer], path: str, sent: list[dict[str, Any]]
+) -> None:
+    service, server = both
+    server.events = sent
+    with service.client() as client:
+        before = scrape(client)
+        response = ask(service, path, **(message("a") if path == MESSAGES else {"input": "a"}), stream=True)
+        if sent:
+            names = [one["type"] for one in events(response)]
+            assert names[-1] == ("error" if path == MESSAGES else "response.failed")
+        else:
+            assert response.status_code == 503
+        after = scrape(client)
+    failures = [one.total("request_failure_total", error="InstanceLost") for one in (before, after)]
+    assert failures[1] == failures[0] + 1
+    assert before.total("request_success_total") == after.total("request_success_total")
+
+
+def test_what_answers_may_lack_is_filled_in(both: tuple[Served, VllmServer]) -> None:
+    service, server = both
+    server.events = [
+        chunk({"content": "é", "tool_calls": None}, **entries(ENTRY)),
+        chunk({"tool_calls": [{"index": 0}]}),
+        chunk(piece(0, name="f", arguments="{")),
+        chunk(piece(0, name="f", arguments="}")),
+        LAST,
+    ]
+    asked = {"input": "a", "include": ["message.output_text.logprobs"], "stream": True}
+    text, call = events(ask(service, RESPONSES, **asked))[-1]["response"]["output"]
+    (entry,) = text["content"][0]["logprobs"]
+    assert entry == ENTRY | {"bytes": [0xC3, 0xA9], "top_logprobs": [{"token": "a", "logprob": -2.5, "bytes": [97]}]}
+    assert call["arguments"] == "{}"
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+def test_streamed_answers_that_are_kept_count_as_memory(
+    both: tuple[Served, VllmServer], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, server = both
+    server.events = [FIRST, *[chunk({"content": "x" * 2**16})] * 4, LAST]
+    monkeypatch.setattr(service.running.frontend.api.memory_budget, "_max_bytes", 2**17)
+    response = ask(service, path, **(message("a") if path == MESSAGES else {"input": "a"}), stream=True)
+    assert "memory" in json.dumps(events(response)[-1])
+    assert service.post(stream=True).text.endswith("[DONE]\n\n")
+    wait_for(lambda: not service.running.frontend.api.memory_budget.total)

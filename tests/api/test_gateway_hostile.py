@@ -18,6 +18,7 @@ from tests.support.exploits import (
     pickles,
     tiny_pictures,
 )
+from tests.support.scraping import scrape
 from tests.support.serving import CHAT, Served, served, text_part, wait_for
 from tests.support.vllm_server import VllmServer, vllm_server
 from triptych.prompt.tokenizer import Tokenizer
@@ -85,6 +86,21 @@ def test_refusals_of_a_server_tell_no_address(both: tuple[Served, VllmServer], *
     assert response.status_code == 400
     assert "cannot identify image file" in response.text
     assert "7f3a5c0d1e40" not in response.text
+
+
+def test_errors_in_a_stream_tell_no_address_and_are_the_servers(both: tuple[Served, VllmServer]) -> None:
+    service, server = both
+    chunk = {"choices": [{"index": 0, "delta": {"content": "one"}, "finish_reason": None}]}
+    server.events = [chunk, {"error": {"message": "no <_io.BytesIO object at 0x7f3a5c0d1e40>", "code": 500}}]
+    with service.client() as client:
+        before = scrape(client)
+        text = service.post(stream=True).text
+        after = scrape(client)
+    server.events = None
+    assert '"one"' in text
+    assert "BytesIO object at 0x…>" in text
+    failures = [one.total("request_failure_total", error="InstanceLost") for one in (before, after)]
+    assert failures[1] == failures[0] + 1
 
 
 @pytest.mark.parametrize(("name", "fields"), [*forged_texts()], ids=lambda one: one if isinstance(one, str) else "")

@@ -39,6 +39,8 @@ class VllmServer:
     words: tuple[str, ...] = ("one", "two", "three")
     deltas: list[dict[str, Any]] = field(default_factory=list)
     """What chats are answered in place of the words, as a stream has it."""
+    events: "list[dict[str, Any]] | None" = None
+    """What streams consist of in place of the words, before their end."""
     finish_reason: str = "stop"
     behaviours: list[str] = field(default_factory=list)
     """How the next chats are answered, if not as they should: a status; ``die`` (all connections end), ``break`` (one
@@ -221,6 +223,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("content-type", "text/event-stream")
         self.send_header("connection", "close")
         self.end_headers()
+        if self.vllm.events is not None:
+            for event in self.vllm.events:
+                self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            self.wfile.write(b"data: [DONE]\n\n")
+            return
         if behaviour == "error":
             self.wfile.write(b'data: {"error": {"message": "engine", "code": 500}}\n\ndata: [DONE]\n\n')
             return

@@ -135,7 +135,7 @@ class PreparedMessage:
             "id": self.id,
             "type": "message",
             "role": "assistant",
-            "model": self.chat.generation.api.model_name,
+            "model": self.chat.generation.model,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,

@@ -257,5 +257,5 @@ def _object(chat: PreparedChat, kind: str) -> dict[str, Any]:
         "id": generation.id,
         "object": kind,
         "created": generation.created,
-        "model": generation.api.model_name,
+        "model": generation.model,
     }

@@ -270,5 +270,5 @@ def _object(generation: Generation) -> dict[str, Any]:
         "id": generation.id,
         "object": "text_completion",
         "created": generation.created,
-        "model": generation.api.model_name,
+        "model": generation.model,
     }

@@ -31,7 +31,7 @@ from triptych.api.media_parts import (
 )
 from triptych.api.schemas import MAX_MESSAGES, MAX_PARTS, ChatCompletionRequest, ConversationFields, ImageRowsPart
 from triptych.api.validation import parse_request
-from triptych.errors import InvalidRequest, TriptychError, UnsupportedField, UnsupportedValue
+from triptych.errors import InstanceLost, InvalidRequest, TriptychError, UnsupportedField, UnsupportedValue
 from triptych.gateway.answers import ServerAnswer
 from triptych.gateway.relay import AnswerPart, Call, Prepared, Relay
 from triptych.gateway.servers import Needs
@@ -43,6 +43,8 @@ from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedItem, PlannedPrompt, media_param
 from triptych.router.row_consumers import name_of
 from triptych.router.stream import TokenStream
+
+T = TypeVar("T")
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEXT_PARTS = frozenset({"text", "refusal", "thinking", "input_text", "output_text"})
@@ -363,33 +365,36 @@ async def _plan(
 
 async def full_response(asked: Forwarded) -> bytes:
     """Return the answer as the server gave it."""
-    return (await whole(asked)).data
+    return await whole(asked, _data_of)
 
 
-async def stream_response(asked: Forwarded) -> AsyncGenerator[bytes, None]:
+def stream_response(asked: Forwarded) -> AsyncGenerator[bytes, None]:
     """Yield the answer's events as the server sends them."""
-    async with aclosing(streamed(asked)) as parts:
-        async for part in parts:
-            yield part.data
+    return streamed(asked, _data_of)
 
 
-async def whole(asked: Forwarded) -> AnswerPart:
-    """Return an answer that isn't streamed. Raises RequestError and ServiceError."""
+def _data_of(part: AnswerPart) -> bytes:
+    return part.data
+
+
+async def whole(asked: Forwarded, read: Callable[[AnswerPart], T]) -> T:
+    """Return what ``read`` makes of an answer that isn't streamed. Raises RequestError and ServiceError, also those
+    that ``read`` raises: they end the request as its server's."""
     answering = _Answering(asked)
     with answering:
         part = await answering.relay.whole(answering.call)
         answering.note_whole(part)
-        return part
+        return read(part)
 
 
-async def streamed(asked: Forwarded) -> AsyncGenerator[AnswerPart, None]:
-    """Yield the events of a streamed answer. Raises as ``whole``."""
+async def streamed(asked: Forwarded, read: Callable[[AnswerPart], T]) -> AsyncGenerator[T, None]:
+    """Yield what ``read`` makes of each event of a streamed answer. Raises as ``whole``."""
     answering = _Answering(asked)
     with answering:
         async with aclosing(answering.relay.streamed(answering.call)) as parts:
             async for part in parts:
                 answering.note(part)
-                yield part
+                yield read(part)
 
 
 class _Answering:
@@ -402,6 +407,8 @@ class _Answering:
         self._record = context.record
         self._begin: Callable[[], ChoiceRecord] = partial(context.record.begin_choice, asked.num_rows, ())
         self._server = ""
+        self._has_failed = False
+        """Whether the server has said so in a stream that the client gets as it is."""
         self.relay = Relay(api.servers)
         self.call = Call(
             path=asked.path,
@@ -428,7 +435,9 @@ class _Answering:
         choice, now = self._choice, self._choice.now()
         if isinstance(error, TriptychError):
             choice.finish_reason, choice.error = "error", type(error).__name__
-        elif error is not None or choice.finish_reason is None:
+        elif self._has_failed or (error is None and choice.finish_reason is None):
+            choice.finish_reason, choice.error = "error", InstanceLost.__name__
+        elif error is not None:
             choice.finish_reason = "abort"
         first = choice.first_token or now
         times = [Interval("prefill", choice.submitted, first), Interval("decode", first, now)]
@@ -438,6 +447,7 @@ class _Answering:
     def note(self, part: AnswerPart) -> None:
         """Record what a part of a stream says."""
         self._server = part.server
+        self._has_failed |= part.says is not None and part.says.error is not None
         if part.says is not None and (choices := part.says.choices):
             self._ends(part.says)
             # about: a chunk may have several tokens, which it lists only if the client has asked for that

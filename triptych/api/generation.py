@@ -129,6 +129,11 @@ class Generation:
     _streams: list[TokenStream] = field(default_factory=list)
 
     @property
+    def model(self) -> str:
+        """The name of the model that answers."""
+        return self.api.model_name
+
+    @property
     def num_choices(self) -> int:
         return len(self.prompts) * len(self.sampling_params)
 

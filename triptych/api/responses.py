@@ -103,7 +103,7 @@ class PreparedResponse:
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
-            "model": generation.api.model_name,
+            "model": generation.model,
             "output": list(self.output.items) if ended else [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import AsyncGenerator, Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import httpx
 import msgspec
@@ -16,7 +16,7 @@ MAX_ERROR_BYTES = 2**16
 DONE = b"[DONE]"
 _DATA = b"data:"
 _END = b"\n\n"
-_ADDRESS = re.compile(r"0x[0-9A-Fa-f]{6,}")
+_ADDRESS = re.compile(b"0x[0-9A-Fa-f]{6,}")
 """An address in memory, as errors of decoders have it."""
 
 
@@ -75,7 +75,7 @@ class CalledFunction(msgspec.Struct):
 class ServerCall(msgspec.Struct):
     """A tool call, whole or a piece of it."""
 
-    function: CalledFunction
+    function: CalledFunction | None = None
     index: int | None = None
 
 
@@ -86,11 +86,26 @@ class ServerMessage(msgspec.Struct):
     reasoning: str | None = None
     reasoning_content: str | None = None
     """What older versions call it."""
-    tool_calls: list[ServerCall] = []
+    tool_calls: list[ServerCall] | None = None
+
+
+class TokenEntry(msgspec.Struct, gc=False):
+    """A token's log probability."""
+
+    token: str
+    logprob: float
+    bytes: list[Annotated[int, msgspec.Meta(ge=0, le=255)]] | None = None
+    """None for the token's own."""
+
+
+class AnswerTokenEntry(TokenEntry, gc=False):
+    """The same of a token of the answer."""
+
+    top_logprobs: list[TokenEntry] = []
 
 
 class ServerLogprobs(msgspec.Struct):
-    content: list[msgspec.Raw] | None = None
+    content: list[AnswerTokenEntry] | None = None
 
 
 class ServerChatChoice(ServerChoice):
@@ -146,12 +161,17 @@ async def read_events(response: httpx.Response, form: type[A]) -> AsyncGenerator
 def refusal(status: int, failure: ServerFault | None) -> RequestError:
     """Return the error that stands for a refusal of vLLM's, without addresses in its memory."""
     said = failure.message if failure and failure.message else f"the language server answered {status}"
-    message = _ADDRESS.sub("0x…", said)
+    message = without_addresses(said.encode()).decode()
     if status == httpx.codes.NOT_FOUND:
         return UnknownModel(message, "model")
     if status == httpx.codes.REQUEST_ENTITY_TOO_LARGE:
         return PayloadTooLarge(message)
     return InvalidRequest(message, failure.param if failure else None)
+
+
+def without_addresses(text: bytes) -> bytes:
+    """Return a text in UTF-8 with "0x…" in place of addresses in memory."""
+    return _ADDRESS.sub("0x…".encode(), text)
 
 
 def is_refusal(status: int) -> bool:

@@ -20,6 +20,7 @@ from triptych.gateway.answers import (
     read_answer,
     read_events,
     refusal,
+    without_addresses,
 )
 from triptych.gateway.servers import Needs, Server, Servers
 
@@ -194,8 +195,10 @@ class Relay:
                 begun = False
                 while (event := await one.unless_lost(anext(events, None))) is not None:
                     data, says = event
-                    if says is not None and says.error is not None and not begun:
-                        raise _first_error(says.error)
+                    if says is not None and says.error is not None:
+                        if not begun:
+                            raise _first_error(says.error)
+                        data = without_addresses(data)
                     begun = begun or says is not None
                     yield AnswerPart(data, says, one.server.name)
         finally:
