@@ -160,6 +160,52 @@ def test_neighbors_fit_as_well() -> None:
     assert [str(one) for one in of_four] == ["2E2PD"]
 
 
+def test_one_request_of_a_quick_trial_may_be_late() -> None:
+    """The sixth request takes longer than the objective even alone; so does the twelfth, where there is one."""
+    slo = Slo(ttft=0.05, tpot=0.1, share=0.99)
+
+    def trials(*slow: int) -> Trials:
+        def requests(rate: float) -> Iterable[TraceRequest]:
+            return (TraceRequest(number / rate, 3000 if number in slow else 20, 8) for number in range(2000))
+
+        return Trials(example_profile(), requests, slo, length=Length(80))
+
+    one = candidate("1EPD")
+    assert trials().kept(trials().run(one, 0.5))
+    assert trials(5).run(one, 0.5, whole=True).failed == 1
+    assert trials(5).quick().kept(trials(5).quick().run(one, 0.5))
+    assert capacity(trials(5).quick(), one).rate > 0
+    assert not trials(5, 11).quick().kept(trials(5, 11).quick().run(one, 0.5))
+
+
+class Rated(Trials):
+    """Trials that topologies keep up to given rates: other ones by quick trials."""
+
+    def __init__(self, rates: dict[str, tuple[float, float]], *, is_quick: bool = False) -> None:
+        super().__init__(example_profile(), of_pictures, SLO)
+        self.rates = rates
+        self.is_quick = is_quick
+
+    def quick(self) -> Trials:
+        return Rated(self.rates, is_quick=True)
+
+    def run(self, candidate: Candidate, rate: float, *, whole: bool = False) -> Trial:
+        kept = rate <= self.rates[str(candidate.topology)][not self.is_quick]
+        at = made("1EPD", rate).at
+        assert at is not None
+        return replace(at, kept=float(kept), lost=not kept, failed=100 * (not kept), in_flight=1.0, busy={"epd0": 0.5})
+
+
+@pytest.mark.parametrize("glanced", [(10.4, 10.3, 10.2, 10.1, 10.0), (0.0,) * 5], ids=["too much", "nothing"])
+def test_whole_trials_say_what_the_best_keeps(glanced: tuple[float, ...]) -> None:
+    """Quick ones may say too much of all candidates, or that none keeps any rate."""
+    names = ("1E1PD", "1E2PD", "1EP1D", "1EP2D", "1E1P1D")
+    rates = {name: (rate, 9.0) for name, rate in zip(names, glanced, strict=True)}
+    found = search(Rated(rates), [candidate(name) for name in names], example_profile())
+    assert 8.0 < found.best.rate <= 9.0
+    assert found.best_split is found.best
+
+
 def test_a_search_goes_on_near_the_best() -> None:
     """Pictures need more encoders than the only split candidate has."""
     budget = Budget(cores=3)

@@ -30,7 +30,7 @@ COARSE = 1.2
 NEAR = 1.25
 """How many times as much as a candidate the best one may keep by quick trials, so that both are looked at closely."""
 CLOSE = 4
-"""Most candidates of a kind that are looked at closely."""
+"""Most candidates of a kind that are looked at closely at first, and if no glance tells them apart."""
 ALIKE = 0.05
 """Share by which a split candidate must be better than the best unsplit one: less isn't worth more processes."""
 ABOVE = 1.3
@@ -102,7 +102,7 @@ def capacity(trials: Trials, candidate: Candidate, guess: float = FIRST_RATE, pr
             break
         trial = trials.run(candidate, rate)
         found.trials.append(trial)
-        if trial.keeps(trials.share):
+        if trials.kept(trial):
             low, found.rate, found.at = rate, rate, trial
             higher = low * min(max(STEPS[0], FULL / max(1e-9, *trial.busy.values())), STEPS[1])
         else:
@@ -120,7 +120,7 @@ def sharpen(trials: Trials, found: KeptRate) -> None:
             return
         trial = trials.run(found.candidate, (found.rate * found.above.rate) ** 0.5)
         found.trials.append(trial)
-        if trial.keeps(trials.share):
+        if trials.kept(trial):
             found.rate, found.at = trial.rate, trial
         else:
             found.above = trial
@@ -164,6 +164,8 @@ class _Search:
         self._quick = trials.quick()
         self._told = told
         self._found: dict[str, KeptRate] = {}
+        self._glanced: set[str] = set()
+        """Those that are known by quick trials alone."""
 
     @property
     def ordered(self) -> list[KeptRate]:
@@ -183,19 +185,28 @@ class _Search:
 
     def glance(self, candidate: Candidate) -> None:
         """Find a candidate's capacity by quick trials, beginning at what is known of others."""
-        guess = max((one.rate for one in self._found.values()), default=0.0) or FIRST_RATE
-        self._add(capacity(self._quick, candidate, guess, COARSE))
+        self._glanced.add(str(candidate))
+        self._add(capacity(self._quick, candidate, self._guess(), COARSE))
 
     def look_closely(self, *, is_split: bool) -> None:
-        """Find the capacities of those of a kind that may be the best one."""
+        """Find the capacities of those of a kind that may be the best one, and go on until whole trials say which one
+        is: quick ones may say too much. Some are looked at if quick trials say that none keeps the objectives."""
         glanced = self._of_kind(is_split=is_split)
-        for one in glanced[:CLOSE]:
-            if one.rate * NEAR >= glanced[0].rate:
-                self._add(capacity(self._trials, one.candidate, one.rate))
+        glanced = glanced or [one for one in self.ordered if one.candidate.is_split == is_split]
+        looked = [one for one in glanced[:CLOSE] if one.rate * NEAR >= glanced[0].rate]
+        while looked:
+            for one in looked:
+                self._glanced.discard(str(one.candidate))
+                self._add(capacity(self._trials, one.candidate, one.rate or self._guess()))
+            looked = [one for one in self._of_kind(is_split=is_split)[:1] if str(one.candidate) in self._glanced]
+
+    def _guess(self) -> float:
+        """Return the highest rate that any is known to keep, if there is one."""
+        return max((one.rate for one in self._found.values()), default=0.0) or FIRST_RATE
 
     def add_better(self, candidate: Candidate, rate: float) -> KeptRate | None:
         """Find the capacity of a candidate if it keeps clearly more than a rate; return None if it doesn't."""
-        if not all(one.run(candidate, rate * PRECISION).keeps(one.share) for one in (self._quick, self._trials)):
+        if not all(one.kept(one.run(candidate, rate * PRECISION)) for one in (self._quick, self._trials)):
             return None
         return self._add(capacity(self._trials, candidate, rate * PRECISION))
 

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import linear_regression
 
 from triptych.config import AdmissionConfig
@@ -84,10 +84,13 @@ class Trial:
     """Seconds by which the time to the first token grows in each second: what comes isn't worked off."""
     in_flight: float = 0.0
     """Mean number of requests that are in the service at a time."""
+    failed: int = 0
+    """Number of those that count which didn't keep the objectives."""
 
-    def keeps(self, share: float) -> bool:
-        """Return whether that share of the requests kept the objectives, and would for as long as they come."""
-        return not self.lost and self.kept >= share and self.growth <= MOST_GROWTH
+    def keeps(self, share: float, spare: int = 0) -> bool:
+        """Return whether that share of the requests, or all but ``spare`` of them, kept the objectives, and would for
+        as long as they come."""
+        return not self.lost and (self.kept >= share or self.failed <= spare) and self.growth <= MOST_GROWTH
 
     @property
     def goodput(self) -> float:
@@ -114,9 +117,10 @@ class Trials:
         *,
         taken: float = 0.0,
         prompts: Prompts | None = None,
+        spare: int = 0,
     ) -> None:
         """Without a length, each trial has all requests that the workload returns, and counts all. ``taken`` are cores
-        of the machine that others use."""
+        of the machine that others use; ``spare`` requests may fail the objectives, whatever share they are."""
         self._profile = profile
         self._requests = requests
         self._slo = slo
@@ -124,26 +128,25 @@ class Trials:
         self._length = length
         self._taken = taken
         self._prompts = prompts or Prompts(profile)
+        self._spare = spare
 
-    @property
-    def share(self) -> float:
-        """Share of the requests that must keep the objectives."""
-        return self._slo.share
+    def kept(self, trial: Trial) -> bool:
+        """Return whether one of these trials kept the objectives."""
+        return trial.keeps(self._slo.share, self._spare)
 
     def quick(self) -> "Trials":
         """Return trials with fewer requests, of which one may fail the objectives: they tell little from much."""
         if self._length is None:
             return self
-        requests = max(FEWEST, self._length.requests // QUICK)
-        slo = replace(self._slo, share=min(self._slo.share, 1 - 1 / requests))
         return Trials(
             self._profile,
             self._requests,
-            slo,
+            self._slo,
             self._seed,
-            Length(requests, self._length.seconds),
+            Length(max(FEWEST, self._length.requests // QUICK), self._length.seconds),
             taken=self._taken,
             prompts=self._prompts,
+            spare=1,
         )
 
     def run(self, candidate: Candidate, rate: float, *, whole: bool = False) -> Trial:
@@ -162,7 +165,7 @@ class Trials:
         )
         try:
             requests = self._prompts.of(self._requests(rate))
-            return _TrialRun(service, requests, rate, self._slo, self._length, whole=whole).watch()
+            return _TrialRun(service, requests, rate, self._slo, self._length, whole=whole, spare=self._spare).watch()
         finally:
             service.close()
 
@@ -187,10 +190,13 @@ class _TrialRun:
         length: Length | None,
         *,
         whole: bool,
+        spare: int,
     ) -> None:
-        """A run that isn't a ``whole`` ends once it is clear whether the objectives are kept."""
+        """A run that isn't a ``whole`` ends once it is clear whether the objectives are kept. ``spare`` requests may
+        fail them."""
         self._service = service
         self._whole = whole
+        self._spare = spare
         self._rate = rate
         self._slo = slo
         self._length = length or Length(len(requests := list(requests)))
@@ -207,7 +213,7 @@ class _TrialRun:
         while not load.over and (self._seen is None or load.now < load.outcomes[-1].arrived + LONGEST_DRAIN):
             self._service.clock.advance(between)
             self._answer_seconds = percentile([one.took for one in load.outcomes if one.ended and not one.error], 0.5)
-            if not self._whole and self._num_late() > (1 - self._slo.share) * self._least():
+            if not self._whole and self._num_late() > max(self._spare, (1 - self._slo.share) * self._least()):
                 lost = True
                 break
         return self._trial(lost=lost)
@@ -270,10 +276,10 @@ class _TrialRun:
         answered = [one for one in counted if one.ended and not one.error]
         ttft, tpot = [one.ttft for one in answered], [one.tpot for one in answered if one.tokens > 1]
         last = self._load.outcomes[-1].arrived if counted else 0.0
-        of_each = self._rate / max(1, len(counted))
+        of_each, kept = self._rate / max(1, len(counted)), sum(map(self._slo.kept, answered))
         return Trial(
             rate=self._rate,
-            kept=sum(map(self._slo.kept, answered)) / max(1, len(counted)),
+            kept=kept / max(1, len(counted)),
             lost=lost,
             ttft=(percentile(ttft, 0.5), percentile(ttft, 0.99)),
             tpot=(percentile(tpot, 0.5), percentile(tpot, 0.99)),
@@ -283,6 +289,7 @@ class _TrialRun:
             binds=seen.binds,
             growth=_slope([one.arrived for one in answered], ttft),
             in_flight=of_each * sum(one.took if one.ended else self._load.now - one.arrived for one in counted),
+            failed=len(counted) - kept,
         )
 
 
