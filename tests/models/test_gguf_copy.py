@@ -26,12 +26,15 @@ from tests.support.tiny import Tiny, make_tiny
 from triptych.checkpoint.gguf import folder
 from triptych.checkpoint.gguf.file import GgufFile, Value
 from triptych.checkpoint.gguf.folder import gguf_folder
-from triptych.checkpoint.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_json
-from triptych.checkpoint.gguf.vocabulary import PROBE, tokenizer_settings
+from triptych.checkpoint.gguf.tokenizer import DEFAULT, PRE_TOKENIZERS, WHOLE_FIRST, tokenizer_json
+from triptych.checkpoint.gguf.vocabulary import PROBE, PromptFiles, tokenizer_settings
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError, ConfigError
 from triptych.layers.linear import PlainFormat
+from triptych.models import gguf_copy
 from triptych.models.gguf_copy import MIXES, GgufTypes, write_gguf
+from triptych.models.quantize import Copied
+from triptych.prompt import tokenizer as prompt_tokenizer
 
 LLAMA_CPP = os.environ.get("TRIPTYCH_TEST_LLAMA_CPP", "")
 PRECISE = ["--ctx-size", "256", "--no-repack", "--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32"]
@@ -42,7 +45,8 @@ REFUSED = ("phi3", "gpt-oss", "llama4", "deepseek2")
 WIDE = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 512, "head_dim": 64}
 """Whole super-blocks."""
 TINY: dict[str, Tiny] = SOURCES | {
-    "llama 3": Tiny(SOURCES["llama"].config | {"rope_scaling": LLAMA3}),
+    # of this base, one frequency that is read is rounded to five digits otherwise
+    "llama 3": Tiny(SOURCES["llama"].config | {"rope_scaling": LLAMA3, "rope_theta": 10223.0}),
     "mistral": Tiny(SIZES | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}),
 }
 
@@ -53,11 +57,19 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MIXES, "F32", GgufTypes("F32", "F32", "F32"))
 
 
-def written(source: Path, mix: str) -> Path:
-    path = source.with_name(f"{source.name}-{mix}.gguf")
+def writing(source: Path, mix: str) -> Iterator[Copied]:
     template = (source / "chat_template.jinja").read_text()
-    assert list(write_gguf(source, path, mix, TOKENS, template))
-    return path
+    prompts = PromptFiles(TOKENS, prompt_tokenizer.Tokenizer(source).eos_token_ids, template)
+    return write_gguf(source, target(source, mix), mix, prompts)
+
+
+def target(source: Path, mix: str) -> Path:
+    return source.with_name(f"{source.name}-{mix}.gguf")
+
+
+def written(source: Path, mix: str) -> Path:
+    assert list(writing(source, mix))
+    return target(source, mix)
 
 
 def decoder(place: Path) -> Any:
@@ -83,6 +95,8 @@ def test_the_file_describes_the_same_model(tmp_path: Path, architecture: str) ->
     torch.testing.assert_close(logits(made), logits(source), atol=1e-4, rtol=0)
     assert (made / "chat_template.jinja").read_text() == (source / "chat_template.jinja").read_text()
     assert Tokenizer.from_file(str(made / "tokenizer.json")).encode(PROBE).ids
+    ends, known = (prompt_tokenizer.Tokenizer(place).eos_token_ids for place in (made, source))
+    assert ends >= known
 
 
 @pytest.mark.parametrize(("mix", "apart"), [("Q8_0", 0.01), ("Q5_K", 0.04), ("Q4_K", 0.08)])
@@ -124,6 +138,35 @@ def test_what_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("mistral", {"sliding_window": 16}),
+        ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 3.0}}),
+    ],
+)
+def test_a_decoder_that_settings_can_not_describe_is_refused_before_values_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, settings: dict[str, Any]
+) -> None:
+    monkeypatch.delattr(gguf_copy, "_write_values")
+    source = make_tiny(tmp_path / "source", TINY[architecture], config=settings)
+    with pytest.raises(CheckpointError, match=f"^{source}: GGUF files can't say") as refused:
+        written(source, "F32")
+    assert ".copy" not in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"], "nothing is left"
+
+
+def test_a_file_that_comes_while_a_copy_is_written_stays(tmp_path: Path) -> None:
+    source = make_tiny(tmp_path / "source", SOURCES["llama"])
+    copying = writing(source, "F32")
+    next(copying)
+    target(source, "F32").write_text("mine")
+    with pytest.raises(ConfigError, match="exists"):
+        list(copying)
+    assert target(source, "F32").read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "source-F32.gguf"}
+
+
 def _vocabulary(tokens: list[str], name: str) -> dict[str, Value]:
     types = np.array([3 if text == "<|end|>" else 1 for text in tokens])
     return {
@@ -136,13 +179,20 @@ def _vocabulary(tokens: list[str], name: str) -> dict[str, Value]:
     }
 
 
-@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+def _byte_level(folder: Path, name: str) -> dict[str, Value]:
+    """Make a folder of a tokenizer of 258 tokens."""
+    settings = _vocabulary([*sorted(ByteLevel.alphabet()), "ab", "<|end|>"], name)
+    (folder / "tokenizer.json").write_text(tokenizer_json(GgufFile(Path("x"), settings, {})))
+    return settings
+
+
+@pytest.mark.parametrize("name", sorted(PRE_TOKENIZERS.keys() - {DEFAULT}))
 def test_how_text_is_divided_is_found(tmp_path: Path, name: str) -> None:
     """By a name that divides in the same way: some are the same."""
-    settings = _vocabulary([*sorted(ByteLevel.alphabet()), "ab", "<|end|>"], name)
-    (tmp_path / "tokenizer.json").write_text(tokenizer_json(GgufFile(Path("x"), settings, {})))
-    found = tokenizer_settings(tmp_path, 260, {"eos_token": "<|end|>"}, "template")
+    settings = _byte_level(tmp_path, name)
+    found = tokenizer_settings(tmp_path, 260, PromptFiles({"eos_token": "<|end|>"}, [257], "template"))
     assert PRE_TOKENIZERS[str(found["tokenizer.ggml.pre"])] == PRE_TOKENIZERS[name]
+    assert (found["tokenizer.ggml.pre"] in WHOLE_FIRST) == (name in WHOLE_FIRST)
     tokens, types = found["tokenizer.ggml.tokens"], found["tokenizer.ggml.token_type"]
     assert isinstance(tokens, list)
     assert isinstance(types, np.ndarray)
@@ -152,6 +202,41 @@ def test_how_text_is_divided_is_found(tmp_path: Path, name: str) -> None:
     assert found["tokenizer.ggml.merges"] == ["a b"]
     assert found["tokenizer.ggml.eos_token_id"] == 257
     assert found["tokenizer.chat_template"] == "template"
+
+
+def test_how_models_are_not_trained_is_not_written(tmp_path: Path) -> None:
+    """Llama.cpp divides text in a way of its own where a file doesn't say: digits by three, and punctuation apart."""
+    settings = _byte_level(tmp_path, DEFAULT)
+    del settings["tokenizer.ggml.pre"]
+    divided = Tokenizer.from_str(tokenizer_json(GgufFile(Path("x"), settings, {}))).pre_tokenizer
+    assert divided is not None
+    words = divided.pre_tokenize_str("It's 12345 +~a")
+    assert [word for word, _ in words] == ["It", "'", "s", "Ġ", "123", "45", "Ġ", "+~", "a"]
+    with pytest.raises(CheckpointError, match="no name for how"):
+        tokenizer_settings(tmp_path, 260, PromptFiles({}, [257], None))
+
+
+@pytest.mark.parametrize(
+    ("ends", "refused"),
+    [
+        ([], "not 0"),
+        ([1, 2, 3, 4], "not 4"),
+        ([257, 2**40], f"end token {2**40} has no row"),
+        ([260], "end token 260 has no row in an embedding of 260"),
+    ],
+)
+def test_end_tokens_that_settings_can_not_name(tmp_path: Path, ends: list[int], refused: str) -> None:
+    _byte_level(tmp_path, "qwen2")
+    with pytest.raises(CheckpointError, match=refused):
+        tokenizer_settings(tmp_path, 260, PromptFiles({}, ends, None))
+
+
+@pytest.mark.parametrize(("named", "ids"), [({"eos_token": "<|end|>"}, [257, 3, 5]), ({}, [3, 5, 257])])
+def test_all_end_tokens_are_written(tmp_path: Path, named: dict[str, str], ids: list[int]) -> None:
+    """The one that the tokenizer names is the first."""
+    _byte_level(tmp_path, "qwen2")
+    found = tokenizer_settings(tmp_path, 260, PromptFiles(named, {3, 5, 257}, None))
+    assert [found[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot", "eom")] == ids
 
 
 @pytest.mark.parametrize("begins", [True, False])
@@ -179,7 +264,8 @@ def test_a_vocabulary_of_sentencepiece(tmp_path: Path, begins: bool) -> None:
     }
     file = tokenizer_json(GgufFile(Path("x"), settings, {}))
     (tmp_path / "tokenizer.json").write_text(file)
-    found = tokenizer_settings(tmp_path, len(pieces), {"bos_token": "<s>", "unk_token": "<unk>"}, None)
+    prompts = PromptFiles({"bos_token": "<s>", "unk_token": "<unk>"}, [2], None)
+    found = tokenizer_settings(tmp_path, len(pieces), prompts)
     for name in ("token_type", "tokens", "add_bos_token", "add_space_prefix", "model"):
         assert np.array_equal(found[f"tokenizer.ggml.{name}"], settings[f"tokenizer.ggml.{name}"]), name
     texts = (PROBE, "Hello Hello", " lo ello H")

@@ -1,14 +1,15 @@
 """Writes a copy of a text model as one GGUF file, which llama.cpp and Triptych serve.
 
-Settings are made of the decoder's parameters. The written file is read again, and is kept only if it describes the same
-decoder: what the format can't say, and this file doesn't know, is refused.
+Settings are made of the decoder's parameters. Once the file has them, they are read again, and values are written only
+if they describe the same decoder: what the format can't say, and this file doesn't know, is refused.
 """
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from math import prod
+from math import isclose, prod
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.gguf.architectures import ARCHITECTURES, FACTORS, Architecture, config_of, tensor_name
 from triptych.checkpoint.gguf.file import Value, read_gguf
 from triptych.checkpoint.gguf.values import FLOATS
-from triptych.checkpoint.gguf.vocabulary import tokenizer_settings
+from triptych.checkpoint.gguf.vocabulary import PromptFiles, tokenizer_settings
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError, ConfigError
 from triptych.layers.block_quantizer import quantized_blocks
@@ -45,6 +46,8 @@ _TYPES = {
     float: GGUFValueType.FLOAT32,
     str: GGUFValueType.STRING,
 }
+NEAR = 1e-5
+"""Relative difference of numbers that are the same."""
 SAME = {"mistral": "llama"}
 """Model types that llama.cpp's converter gives another's architecture."""
 
@@ -81,14 +84,12 @@ class _Planned:
     shift: int = 0
 
 
-def write_gguf(
-    source: Path, target: Path, mix: str, special_tokens: Mapping[str, str], template: str | None
-) -> Iterator[Copied]:
+def write_gguf(source: Path, target: Path, mix: str, prompts: PromptFiles) -> Iterator[Copied]:
     """Write a copy of the folder ``source``, of a text-only model, to the file ``target``, which appears when it is
-    whole; yields after each tensor. ``special_tokens`` and ``template`` are those of its tokenizer.
+    whole; yields after each tensor. ``prompts`` is of the folder's files.
 
-    The memory needed is that of one tensor. Raises CheckpointError for a checkpoint that can't be written, and
-    ConfigError if ``target`` exists or can't be written.
+    The memory needed is that of one tensor. Raises CheckpointError for a checkpoint that can't be written, before any
+    value is, unless one isn't finite; and ConfigError if ``target`` exists or can't be written.
     """
     config, checkpoint = load_config(source), plain_checkpoint(source)
     family = family_of(config)
@@ -98,20 +99,35 @@ def write_gguf(
     decoder, text = adapter.decoder_config, text_section(config)
     name, architecture = _architecture(source, str(text.get("model_type", config.get("model_type"))))
     settings: dict[str, Value] = {f"{name}.{key}": value for key, value in _settings(source, decoder, text).items()}
-    vocabulary = tokenizer_settings(source, decoder.vocab_size, special_tokens, template)
+    vocabulary = tokenizer_settings(source, decoder.vocab_size, prompts)
     planned = _planned(checkpoint, adapter.decoder_keys(checkpoint.tensors), architecture, decoder, MIXES[mix])
     if target.exists():
-        raise ConfigError(f"{target}: exists; the copy needs a file of its own")
+        raise _taken(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
             made = Path(scratch) / "copy.gguf"
             with contextlib.closing(GGUFWriter(made, name)) as writer:
-                yield from _write(writer, settings | vocabulary, checkpoint, planned, _factors(decoder))
-            _check(source, made, decoder)
-            made.rename(target)
+                end = _write_settings(writer, settings | vocabulary, planned, _factors(decoder))
+                os.truncate(made, end)  # as the reader expects it; the values follow
+                _check(source, made, decoder)
+                yield from _write_values(writer, checkpoint, planned)
+            _claim(target)
+            made.replace(target)
     except OSError as error:
         raise ConfigError(f"{target}: can't be written: {error}") from error
+
+
+def _claim(target: Path) -> None:
+    """Make an empty file, to be replaced. Raises ConfigError if there is one, though there was none at first."""
+    try:
+        target.touch(exist_ok=False)
+    except FileExistsError as error:
+        raise _taken(target) from error
+
+
+def _taken(target: Path) -> ConfigError:
+    return ConfigError(f"{target}: exists; the copy needs a file of its own")
 
 
 def _architecture(source: Path, model_type: str) -> tuple[str, Architecture]:
@@ -222,13 +238,13 @@ def _kind(key: str, shape: tuple[int, ...], mix: GgufTypes) -> GGMLQuantizationT
     return GGMLQuantizationType[name]
 
 
-def _write(
+def _write_settings(
     writer: GGUFWriter,
     settings: Mapping[str, Value],
-    checkpoint: Checkpoint,
     planned: Sequence[_Planned],
     factors: NDArray[np.float32] | None,
-) -> Iterator[Copied]:
+) -> int:
+    """Write all that precedes the checkpoint's values. Returns where those will end."""
     for name, value in settings.items():
         if isinstance(value, list | np.ndarray):
             writer.add_array(name, value if isinstance(value, list) else value.tolist())
@@ -242,8 +258,16 @@ def _write(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+    assert writer.fout is not None, "it was opened for the header"
+    (file,), (infos,) = writer.fout, writer.tensors
+    sizes = [file.tell(), *(one.nbytes for one in infos.values())]
     if factors is not None:
         writer.write_tensor_data(factors)
+    file.flush()
+    return sum(writer.ggml_pad(size, writer.data_alignment) for size in sizes)
+
+
+def _write_values(writer: GGUFWriter, checkpoint: Checkpoint, planned: Sequence[_Planned]) -> Iterator[Copied]:
     before = after = 0
     for one in planned:
         weights = [checkpoint.read([key])[key] for key in one.keys]
@@ -269,15 +293,19 @@ def _stored(weight: Tensor, planned: _Planned) -> NDArray[Any]:
 
 def _check(source: Path, made: Path, decoder: DecoderConfig) -> None:
     """Raise CheckpointError unless a file describes this decoder."""
-    _, config = config_of(read_gguf(made))
-    found = resolve(family_of(config).adapter)(config).decoder_config
+    try:
+        _, config = config_of(replace(read_gguf(made), path=source))
+        found = resolve(family_of(config).adapter)(config).decoder_config
+    except CheckpointError as error:
+        raise CheckpointError(f"{source}: GGUF files can't say what its decoder is: {error}") from error
     if (place := _difference(_plain(decoder), _plain(found))) is not None:
         raise CheckpointError(f"{source}: GGUF files can't say what its decoder's {place}")
 
 
 def _difference(ours: Any, theirs: Any) -> str | None:
-    """Return where two decoders' parameters differ first, and ours there; None: nowhere."""
-    if ours == theirs:
+    """Return where two decoders' parameters differ first, and ours there; None: nowhere. Numbers differ by more than
+    rounding to float32, and computing frequencies from it, explains."""
+    if ours == theirs or (type(ours) is type(theirs) is float and isclose(ours, theirs, rel_tol=NEAR)):
         return None
     if is_dataclass(ours) and type(ours) is type(theirs):
         parts = {one.name: (getattr(ours, one.name), getattr(theirs, one.name)) for one in fields(ours)}
@@ -287,14 +315,14 @@ def _difference(ours: Any, theirs: Any) -> str | None:
         parts = {str(number): pair for number, pair in enumerate(zip(ours, theirs, strict=True))}
     else:
         return f"is: {ours!r}"
-    name, found = next((name, found) for name, pair in parts.items() if (found := _difference(*pair)) is not None)
-    return f"{name} {found}"
+    found = ((name, _difference(*pair)) for name, pair in parts.items())
+    return next((f"{name} {place}" for name, place in found if place is not None), None)
 
 
 def _plain(decoder: DecoderConfig) -> dict[str, object]:
     """Return a decoder's parameters, with rotary frequencies in place of what they follow from."""
     ropes = [inverse_frequencies(*one) for one in decoder.ropes]
-    frequencies = [([float(f"{value:.5g}") for value in values.tolist()], factor) for values, factor in ropes]
+    frequencies = [(values.tolist(), factor) for values, factor in ropes]
     layers = []
     for layer in decoder.layers:
         mixer = layer.mixer

@@ -19,6 +19,9 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 MAX_PIECE = 1024
 """Characters of the longest piece that is divided to find its merges."""
 SPACE = "▁"
+DEFAULT = "default"
+"""How text is divided where a file doesn't say. Its converter knew no better: no model was trained so."""
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 MARKS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 MARKED_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|"
@@ -72,7 +75,7 @@ def tokenizer_json(file: GgufFile) -> str:
 
 
 def _byte_level(file: GgufFile, tokens: Sequence[str]) -> JSON:
-    name = file.settings.get("tokenizer.ggml.pre", "default")
+    name = file.settings.get("tokenizer.ggml.pre", DEFAULT)
     split = PRE_TOKENIZERS.get(str(name))
     if split is None:
         served = ", ".join(PRE_TOKENIZERS)
@@ -164,7 +167,7 @@ _LLAMA3, _QWEN2 = _by(WORDS + r"\p{N}{1,3}" + MARKS), _by(WORDS + r"\p{N}" + MAR
 PRE_TOKENIZERS: Mapping[str, list[JSON]] = {
     name: steps
     for names, steps in (
-        ("default gpt-2 phi-2 mpt olmo jais", _GPT2),
+        ("gpt-2 phi-2 mpt olmo jais", _GPT2),
         ("tekken", _by(CASED.format("") + r"\p{N}" + CASED_MARKS)),
         ("gpt-4o llama4", _by(CASED.format(ENDING) + r"\p{N}{1,3}" + CASED_MARKS)),
         ("qwen35", _by(MARKED_WORDS + r"\p{N}" + MARKS.replace(r"\p{L}", r"\p{L}\p{M}"))),
@@ -172,12 +175,13 @@ PRE_TOKENIZERS: Mapping[str, list[JSON]] = {
         ("smollm refact command-r starcoder codeshell", _DIGITS),
         ("llama-bpe llama3 llama-v3 pixtral falcon3 smaug-bpe dbrx chatglm-bpe glm4", _LLAMA3),
         ("qwen2 deepseek-r1-qwen stablelm2 hunyuan", _QWEN2),
+        (DEFAULT, [*map(_split, (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")), _WHOLE]),
     )
     for name in names.split()
 }
 """By llama.cpp's names: how text is divided before its bytes are merged."""
-BEGINNING = ("llama-bpe", "llama3", "llama-v3", "pixtral", "tekken")
+BEGINNING = ("llama-bpe", "llama3", "llama-v3", "pixtral", "falcon3", "tekken")
 """The first token is that of the beginning, unless a setting says otherwise."""
-WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3", "pixtral", "tekken", "glm4")
+WHOLE_FIRST = (*BEGINNING, "glm4")
 """A word that is a token is taken whole, without merges."""
 NORMALISED = ("qwen2", "deepseek-r1-qwen")

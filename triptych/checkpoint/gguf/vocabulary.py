@@ -4,7 +4,7 @@ How text is divided is found by dividing ``PROBE``, as llama.cpp's converter doe
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from triptych.checkpoint.config_files import load_generation_config, read_json_object
+from triptych.checkpoint.config_files import read_json_object
 from triptych.checkpoint.gguf.file import GgufFile, Value
 from triptych.checkpoint.gguf.tokenizer import (
     CONTROL,
+    DEFAULT,
     NORMAL,
     PRE_TOKENIZERS,
     SPACE,
@@ -34,6 +35,20 @@ PROBE = (
 )
 SPECIAL_TOKENS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id"}
 """By the names in tokenizers' files, without those of padding: what GGUF files call their numbers."""
+ENDS = ("eos", "eot", "eom")
+"""What they call tokens that end an answer."""
+
+
+@dataclass(frozen=True)
+class PromptFiles:
+    """What a folder's files say of prompts and answers."""
+
+    special_tokens: Mapping[str, str]
+    """By name, such as ``eos_token``."""
+    ends: Collection[int]
+    """Tokens that end an answer."""
+    template: str | None
+    """For conversations."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +61,10 @@ class _Source:
     types: Sequence[int]
 
 
-def tokenizer_settings(folder: Path, size: int, named: Mapping[str, str], template: str | None) -> dict[str, Value]:
-    """Return the settings of a folder's ``tokenizer.json`` for an embedding of ``size`` rows; ``named`` are the special
-    tokens that its files name, ``template`` is for conversations. Raises CheckpointError, naming what can't be written,
-    for a tokenizer that would not encode ``PROBE`` as it does."""
+def tokenizer_settings(folder: Path, size: int, prompts: PromptFiles) -> dict[str, Value]:
+    """Return the settings of a folder's ``tokenizer.json`` for an embedding of ``size`` rows. Raises CheckpointError,
+    naming what can't be written, for end tokens that settings can't name, and for a tokenizer that would not encode
+    ``PROBE`` as it does."""
     source = _source(folder, size)
     ids = {text: number for number, text in enumerate(source.tokens)}
     settings: dict[str, Value] = {
@@ -57,15 +72,19 @@ def tokenizer_settings(folder: Path, size: int, named: Mapping[str, str], templa
         "tokenizer.ggml.token_type": np.array(source.types, np.int32),
     }
     for name, setting in SPECIAL_TOKENS.items():
-        if (number := ids.get(named.get(name, ""))) is not None:
+        if (number := ids.get(prompts.special_tokens.get(name, ""))) is not None:
             settings[f"tokenizer.ggml.{setting}"] = number
-    ends = load_generation_config(folder).get("eos_token_id")
-    others = [one for one in ends if one != settings.get("tokenizer.ggml.eos_token_id")] if type(ends) is list else []
-    settings |= {f"tokenizer.ggml.{name}_token_id": one for name, one in zip(("eot", "eom"), others, strict=False)}
+    named = settings.get("tokenizer.ggml.eos_token_id")
+    ends = sorted(prompts.ends, key=lambda one: (one != named, one))
+    if not 1 <= len(ends) <= len(ENDS):
+        raise CheckpointError(f"{folder}: GGUF files name 1 to {len(ENDS)} tokens that end an answer, not {len(ends)}")
+    if max(ends) >= size:
+        raise CheckpointError(f"{folder}: end token {max(ends)} has no row in an embedding of {size}")
+    settings |= {f"tokenizer.ggml.{name}_token_id": one for name, one in zip(ENDS, ends, strict=False)}
     first = source.tokenizer.encode("a", add_special_tokens=True).ids
     settings["tokenizer.ggml.add_bos_token"] = first[:1] == [settings.get("tokenizer.ggml.bos_token_id")]
-    if template is not None:
-        settings["tokenizer.chat_template"] = template
+    if prompts.template is not None:
+        settings["tokenizer.chat_template"] = prompts.template
     settings |= _sentencepiece(source) if source.model.get("byte_fallback") else _byte_level(source)
     made = Tokenizer.from_str(tokenizer_json(GgufFile(folder, settings, {})))
     if made.encode(PROBE).ids != source.tokenizer.encode(PROBE).ids:
@@ -120,7 +139,7 @@ def _byte_level(source: _Source) -> dict[str, Value]:
         "tokenizer.ggml.token_type": np.ones(1),
         "tokenizer.ggml.merges": [],
     }
-    for name in PRE_TOKENIZERS:
+    for name in (one for one in PRE_TOKENIZERS if one != DEFAULT):
         tried = settings | small | {"tokenizer.ggml.pre": name}
         made = json.loads(tokenizer_json(GgufFile(source.folder, tried, {})))
         same_merges = bool(made["model"]["ignore_merges"]) == bool(source.model.get("ignore_merges"))
