@@ -20,11 +20,14 @@ def test_threads_of_a_job_wait_for_the_one_whose_core_is_shared(threads: int, se
     assert SharedMachine(2, unaffected, taken=0.5).seconds("a", "decode", threads, 1.0, 0.0) == pytest.approx(seconds)
 
 
-def test_single_threads_share_cores_evenly() -> None:
-    machine = SharedMachine(2, unaffected)
-    for name in "bcd":
-        machine.seconds(name, "decode", 1, 10.0, 0.0)
-    assert machine.seconds("a", "decode", 1, 1.0, 0.0) == pytest.approx(2.0)
+@pytest.mark.parametrize(
+    ("cores", "threads", "others", "seconds"), [(2, 1, 3, 2.0), (2, 2, 1, 2.0), (16, 16, 1, 2.0), (2, 2, 2, 3.0)]
+)
+def test_jobs_share_cores_evenly(cores: int, threads: int, others: int, seconds: float) -> None:
+    machine = SharedMachine(cores, unaffected)
+    for number in range(others):
+        machine.seconds(f"other {number}", "decode", threads, 100.0, 0.0)
+    assert machine.seconds("a", "decode", threads, 1.0, 0.0) == pytest.approx(seconds)
 
 
 def test_an_instance_does_not_disturb_itself() -> None:

@@ -44,9 +44,10 @@ class SharedMachine:
             if other != process and (share := one.now(time)) > 0.001:
                 factor += share * (self._slowdown(stage, beside) - 1.0)
                 wanted += share * one.threads
-        # threads of one job wait for the slowest, so it loses what its share of the cores is short of
-        excess = max(0.0, wanted - self._cores) * min(1.0, threads / self._cores)
-        took = seconds * max(factor, 1.0) * (1.0 + excess)
+        over = max(0.0, wanted - self._cores)
+        # all get equal shares, but threads of one job wait for the slowest, which shares its core with one other
+        slowest = min(1.0, over) * min(1.0, threads / self._cores)
+        took = seconds * max(factor, 1.0) * (1.0 + max(over / self._cores, slowest))
         own = self._shares.get((process, stage))
         if own is None:
             own = self._shares[process, stage] = _Share(threads)
