@@ -491,6 +491,13 @@ def test_what_an_instance_never_encoded_is_not_held(event: object) -> None:
     assert not len(encoding.harness.lease(holder).encoded)
 
 
+def test_a_failure_shows_that_an_instance_does_not_hold_what_it_was_believed_to() -> None:
+    encoding = Encoding()
+    holder = encoding.warm("a" * 64)
+    encoding.harness.router.handle(fail(encoding, holder, encoding.need("a" * 64)))
+    assert not len(encoding.harness.lease(holder).encoded)
+
+
 def test_a_draining_or_restarted_holder_is_not_asked() -> None:
     encoding = Encoding()
     holder = encoding.warm("a" * 64)
@@ -574,6 +581,45 @@ def test_an_item_waits_for_a_full_instance_that_encodes_it_and_others_pass_it() 
     assert encoding.at(encoding.need("b" * 64)) == other_of(holder)
     encoding.encoded(first)
     assert (encoding.at(second), waits(encoding)) == (other_of(holder), 1), "the parts are encoded no longer"
+
+
+def test_a_waiting_item_holds_up_no_cached_item_of_its_client() -> None:
+    encoding, _, holder = full()
+    assert encoding.warm("c" * 64) == other_of(holder)
+    waiting = encoding.need("a" * 64, patches=10)
+    assert encoding.at(encoding.need("c" * 64)) == other_of(holder)
+    assert encoding.at(waiting) is None
+
+
+def test_items_that_join_another_add_no_work() -> None:
+    encoding = Encoding(encode_batch_patches=10)
+    transfers = [encoding.need("a" * 64, patches=10) for _ in range(9)]
+    (holder,) = {encoding.at(transfer) for transfer in transfers}
+    assert holder is not None
+    assert encoding.harness.lease(holder).outstanding == 1
+    encoding.harness.occupy(holder, WorkKind.ITEM, 0, 2 * ENCODE_BATCHES_AHEAD * 10)
+    assert encoding.at(encoding.need("a" * 64, patches=10)) is None, "it is sooner done there"
+
+
+def test_copies_of_a_video_that_is_being_encoded_leave_room_for_pictures() -> None:
+    encoding = Encoding(encode_batch_patches=10)
+    transfers = [encoding.need("a" * 64, patches=100, long=True) for _ in range(20)]
+    (holder,) = {encoding.at(transfer) for transfer in transfers}
+    assert holder is not None
+    encoding.fill(other_of(holder))
+    assert encoding.at(encoding.need("b" * 64, patches=10)) == holder
+
+
+def test_what_goes_on_for_others_after_a_request_has_ended_is_charged_to_one_of_them() -> None:
+    encoding = Encoding(encode_batch_patches=10)
+    transfers = [encoding.need("a" * 64, patches=100, long=True) for _ in range(4)]
+    (holder,) = {encoding.at(transfer) for transfer in transfers}
+    account = encoding.harness.lease(holder).account  # type: ignore[arg-type]
+    for transfer in transfers:
+        assert (account.num(WorkKind.LONG_ITEM), account.outstanding) == (1, 1)
+        encoding.harness.router.lifecycle.cancel(encoding.streams[transfer].request)
+        encoding.harness.router.tick()
+    assert (account.num(WorkKind.LONG_ITEM), account.outstanding, account.patches) == (0, 0, 0)
 
 
 def test_an_item_waits_for_no_instance_that_takes_longer_than_encoding_it_again() -> None:

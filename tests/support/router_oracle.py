@@ -1,9 +1,10 @@
 """What may go on in a router, by rules of its own: simple ones, that look at all requests and all instances."""
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import groupby
 
+from triptych.fair_queue import Ticket
 from triptych.router.admission import RECOVERED_PRIORITY
 from triptych.router.caches import PartName
 from triptych.router.encode_dispatcher import (
@@ -31,7 +32,7 @@ def waits_in_vain(router: Router) -> Iterator[str]:
             fitting = fitting if prefills else members.serving_instances()
             yield from (f"prompt of {state.id} for {one.name}" for one in fitting)
     encoders = [_Encoder(encode, one) for one in members.encode_instances(begun=True)]
-    for ticket in encode.heads:
+    for ticket in _foremost(encode.queued, encoders):
         task, of = ticket.work, lifecycle.requests.get(ticket.work.request)
         assert of is not None, "items are released when their request ends"
         if any(one.takes(ticket.kind) for one in encoders):
@@ -73,6 +74,20 @@ def _heads(queued: list[RequestState]) -> Iterator[RequestState]:
 
     for _, states in groupby(sorted(queued, key=queue), key=queue):
         yield next(states)
+
+
+def _foremost(queued: Sequence[Ticket[EncodeTask]], encoders: Sequence["_Encoder"]) -> Iterator[Ticket[EncodeTask]]:
+    """Yield the items that no other one of their client, priority and kind holds up. Those of which an instance encodes
+    a part hold up none."""
+
+    def queue(ticket: Ticket[EncodeTask]) -> tuple[str, int, str]:
+        return ticket.client, ticket.priority, repr(ticket.kind)
+
+    for _, tickets in groupby(sorted(queued, key=lambda one: (queue(one), one.number)), key=queue):
+        for ticket in tickets:
+            yield ticket
+            if not any(one.encodes_part(ticket.work) for one in encoders):
+                break
 
 
 def _has_room(state: RequestState, instance: Instance) -> bool:

@@ -40,8 +40,8 @@ def part_names(key: str, salt: str, parts: Iterable[int]) -> list[PartName]:
 
 
 class EncodedItems:
-    """Parts in one instance's encoder cache: those that it was given and didn't fail, or has said that it keeps. Least
-    recently used ones are evicted.
+    """Parts in one instance's encoder cache: those that it has encoded, or has said that it keeps, and of which no
+    encoding has failed since. Least recently used ones are evicted.
 
     Names determine a part's rows."""
 

@@ -6,7 +6,7 @@ Each instance is given only a few batches at a time, so that the rest stays in t
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -37,6 +37,7 @@ from triptych.router.encode_tasks import (
     ItemSection,
     StartableKinds,
     SuspectKind,
+    WaitingKind,
 )
 from triptych.router.forecast import Rate
 from triptych.router.instance import ENCODE_KINDS, Instance, WorkKind
@@ -93,8 +94,8 @@ class EncodeDispatcherState:
     pending: frozenset[RequestId]
     """Requests with items that are not encoded yet."""
     queue: QueueState
-    heads: tuple[Ticket[EncodeTask], ...]
-    """The first queued items of each client, priority and kind."""
+    queued: tuple[Ticket[EncodeTask], ...]
+    """In no particular order."""
 
 
 class EncodeDispatcher:
@@ -193,11 +194,13 @@ class EncodeDispatcher:
 
     def _queued(self, task: EncodeTask) -> Ticket[EncodeTask]:
         instances = self._membership.encode_instances(begun=True)
-        waits = task.key in self._requests[task.request].waited
-        kind: ItemKind | SuspectKind = ItemKind.SHORT
+        awaited = tuple(task.part_names) if task.key in self._requests[task.request].waited else ()
+        kind: ItemKind | SuspectKind | WaitingKind = ItemKind.SHORT
         if self._quarantine.is_suspect(self._state(task)):
-            kind = SuspectKind(task.request)
-        elif waits or any(self._has_parts(task, one) for one in instances):
+            kind = SuspectKind(task.request, awaited)
+        elif awaited:
+            kind = WaitingKind(awaited)
+        elif any(self._has_parts(task, one) for one in instances):
             kind = ItemKind.CACHED
         elif task.item.plan.is_time_sliced(self._membership.encode_batch_patches):
             kind = ItemKind.LONG
@@ -240,13 +243,13 @@ class EncodeDispatcher:
         encodes the same parts."""
         if self._candidates(task, instances):
             return True
-        if any(self._fits(task, one) for one in instances) and task.key not in self._requests[task.request].waited:
+        is_encoded = any(_encodes_part(task, one) for one in instances)
+        if is_encoded and task.key not in self._requests[task.request].waited:
             waiting.append(task)
         return False
 
     def _set_waiting(self, task: EncodeTask) -> None:
-        """Have a queued item block none of its client's others while it waits for an instance that encodes its
-        parts."""
+        """Have a queued item block none of other parts while it waits for an instance that encodes its parts."""
         items = self._requests[task.request]
         items.waited.add(task.key)
         self._queue.remove(items.queued[task.key])
@@ -312,22 +315,24 @@ class EncodeDispatcher:
         return num_long < instance.credit.long_items and own < LONG_ITEMS_PER_CLIENT
 
     def _dispatch_to(self, task: EncodeTask, instance: Instance) -> None:
-        item, plan, batch_patches = task.item, task.item.plan, instance.capacity.encode_batch_patches
         cached = self._has_parts(task, instance)
         is_kept = all(name in instance.encoded for name in task.part_names)
-        long = plan.is_time_sliced(batch_patches) and not cached
+        joins = cached and not is_kept
         items = self._requests[task.request]
         encode = InFlightEncode(
             instance=instance,
             request=task.request,
             client=task.client,
-            kind=WorkKind.LONG_ITEM if long else WorkKind.ITEM,
-            cost=task.cost,
-            patches=0 if long else min(task.patches, batch_patches),
+            kind=WorkKind.ITEM,
+            cost=0,
+            patches=1,
             encodes=() if is_kept else task.part_names,
             task=task,
             cached=cached,
+            joins=joins,
         )
+        if not joins:
+            _bear(encode)
         if task.key in items.waited or (not is_kept and _encodes_part(task, instance)):
             items.waited.discard(task.key)
             self._note_wait()
@@ -342,9 +347,9 @@ class EncodeDispatcher:
             transfer=task.transfer,
             consumer=task.consumer,
             reply_to=self._address,
-            key=item.key,
-            plan=plan,
-            size=len(item.data),
+            key=task.item.key,
+            plan=task.item.plan,
+            size=len(task.item.data),
             parts=task.parts,
             attempt=task.attempt,
             timeout=time_left(task.deadline, now),
@@ -391,9 +396,14 @@ class EncodeDispatcher:
     def finish(self, encode: InFlightEncode, *, cached: bool) -> None:
         """Record that an item is encoded. A ``cached`` one is refunded to its client."""
         if cached and encode in self._unfinished:
-            self._queue.charge(encode.task.client, -encode.cost)
+            self._queue.charge(encode.task.client, -encode.task.cost)
         self._note_cached(encode)
         self._free_capacity(encode, 0.0 if cached else encode.cost)
+
+    def failed(self, encode: InFlightEncode) -> None:
+        """Note that an item couldn't be encoded: its instance doesn't have its rows, whatever it had said."""
+        for name in encode.task.part_names:
+            encode.instance.encoded.discard(name)
 
     def all_landed(self, state: RequestState) -> None:
         """Note that all rows of a request have arrived: its items are encoded, though an instance may yet have to say
@@ -446,7 +456,7 @@ class EncodeDispatcher:
         ]
         for encode in returned:
             if encode in self._unfinished:
-                self._queue.charge(encode.task.client, -encode.cost)
+                self._queue.charge(encode.task.client, -encode.task.cost)
             self._release_item(self._requests[encode.task.request], encode.task.key)
         return [encode.task.request for encode in returned]
 
@@ -461,7 +471,7 @@ class EncodeDispatcher:
             unfinished=frozenset(self._unfinished),
             pending=frozenset(filter(self.is_pending, self._requests)),
             queue=self._queue.debug_state(),
-            heads=tuple(self._queue.heads()),
+            queued=tuple(self._queue),
         )
 
     def oldest(self) -> float | None:
@@ -486,12 +496,15 @@ class EncodeDispatcher:
         earlier = [transfer for transfer, encode in items.in_flight.items() if encode.task.key == key]
         for transfer in earlier:
             encode = items.in_flight.pop(transfer)
-            self._free_capacity(encode, 0.0)
             del self._in_flight[transfer]
             held = self._at[encode.instance.address]
             held.pop(transfer, None)
             if not held:
                 del self._at[encode.instance.address]
+            was_unfinished = encode in self._unfinished
+            self._free_capacity(encode, 0.0)
+            if was_unfinished and not encode.joins:
+                self._bequeath(encode, held.values())
         return self._dequeue(items, key) or bool(earlier)
 
     def _dequeue(self, items: _RequestItems, key: ItemSection) -> bool:
@@ -503,6 +516,18 @@ class EncodeDispatcher:
         self.num_openings += 1  # others may have waited behind it
         return True
 
+    def _bequeath(self, encode: InFlightEncode, others: Iterable[InFlightEncode]) -> None:
+        """Charge what an instance goes on encoding after one request no longer needs it to those that joined."""
+        left = {name for name in encode.encodes if name in encode.instance.account.encoding}
+        for one in others if left else ():
+            if one.joins and one in self._unfinished and not left.isdisjoint(one.encodes):
+                left.difference_update(one.encodes)
+                state = self._state(one.task)
+                self._table.release(state, one)
+                one.joins = one.cached = False
+                _bear(one)
+                self._table.charge(state, one)
+
     def _free_capacity(self, encode: InFlightEncode, done: float) -> None:
         """Free the capacity that an item takes at its encode instance. ``done`` is the cost that was actually work."""
         state = self._table.get(encode.request)
@@ -512,6 +537,14 @@ class EncodeDispatcher:
         now = self._clock.now()
         self._rate.add(done, now)
         self._rate.set_busy(now, busy=bool(self._unfinished))
+
+
+def _bear(encode: InFlightEncode) -> None:
+    """Set what an item costs that gets its rows from no other one's work."""
+    task, batch_patches = encode.task, encode.instance.capacity.encode_batch_patches
+    long = task.item.plan.is_time_sliced(batch_patches) and not encode.cached
+    encode.kind = WorkKind.LONG_ITEM if long else WorkKind.ITEM
+    encode.cost, encode.patches = task.cost, 0 if long else min(task.patches, batch_patches)
 
 
 def _missing_cost(task: EncodeTask, instance: Instance) -> float:

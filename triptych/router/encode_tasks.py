@@ -18,7 +18,7 @@ class ItemKind(enum.IntEnum):
     LONG = 1
     """It is encoded in time slices."""
     CACHED = 2
-    """An instance had it cached when it was queued, or it waits for one that encodes it."""
+    """An instance had it cached, or was encoding it, when it was queued."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,26 @@ class SuspectKind:
     """Kind of the queued items of a suspect (``Quarantine``): they may have to wait until another one's trial ends."""
 
     request: RequestId
+    parts: tuple[PartName, ...] = ()
+    """As in ``WaitingKind``, if it waits for these, too."""
+
+
+@dataclass(frozen=True)
+class WaitingKind:
+    """Kind of the queued items that wait for an instance which encodes the same parts."""
+
+    parts: tuple[PartName, ...]
 
 
 @dataclass(frozen=True)
 class StartableKinds:
-    """Kinds of items to look through: those that can be started, and those of suspects, which are few."""
+    """Kinds of items to look through: those that an instance has capacity for, and while there are any, those of
+    suspects and of waiting items, which are few."""
 
     startable: frozenset[ItemKind]
 
     def __contains__(self, kind: object) -> bool:
-        return kind in self.startable or isinstance(kind, SuspectKind)
+        return kind in self.startable or (bool(self.startable) and isinstance(kind, SuspectKind | WaitingKind))
 
 
 ItemSection = tuple[int, int]
@@ -112,11 +122,15 @@ class EncodeTask:
 
 @dataclass(eq=False, kw_only=True)
 class InFlightEncode(Assignment):
-    """An item that has been dispatched to an encode instance. Time-sliced ones count no patches."""
+    """An item that has been dispatched to an encode instance.
+
+    Time-sliced ones count no patches, and those that join others neither cost nor more than one patch."""
 
     task: EncodeTask
     cached: bool = False
     """Whether the instance probably had its rows, or was encoding them, when it was dispatched."""
+    joins: bool = False
+    """Whether it gets its rows from what the instance encodes for others."""
     num_bytes_sent: int = 0
     """Bytes of its file that were sent."""
 

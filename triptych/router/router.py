@@ -337,6 +337,7 @@ class Router:
     def _on_encode_failed(self, message: EncodeFailed) -> None:
         encode = self._encodes.get(message.transfer, message.attempt)
         if encode is not None and (state := self._requests.get(encode.task.request)):
+            self._encodes.failed(encode)
             error = message.error.error(message.message, encode.task.item.param)
             self._transitions.failed_at(encode.instance, state, error, message.culprit)
 
