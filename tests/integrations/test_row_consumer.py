@@ -28,6 +28,7 @@ from triptych.errors import (
     Unavailable,
 )
 from triptych.job_faults import Culprit
+from triptych.messages.channel import Channel
 from triptych.messages.codec import Message, encode
 from triptych.messages.consumers import RowConsumerAccepted, RowConsumerRefused
 from triptych.messages.identity import ModelIdentity
@@ -258,6 +259,33 @@ def test_no_connection_is_kept_to_peers_that_are_gone(consumer: ConsumerThread, 
     wait_for(lambda: num_files() >= before + len(others))
     gateway.send_frames(address, [encode(PeerLost(one, [], gateway.channel.address)) for one in others])
     wait_for(lambda: num_files() <= before)
+
+
+def test_a_producer_that_sends_for_one_frontend_stays_connected_when_another_has_lost_it(
+    consumer: ConsumerThread, gateway: RowGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered: list[TransferId] = []
+    disconnected: list[Address] = []
+    monkeypatch.setattr(Channel, "disconnect", lambda _, peer: disconnected.append(peer))
+
+    def offer(gateway: RowGateway, needed: EncodeNeeded, transfer: TransferId, key: str) -> bool:
+        gateway.sender.offer(transfer, needed.consumer, len(ROWS[key]), LAYOUT)
+        offered.append(transfer)
+        return False
+
+    gateway.rule = offer
+    wait_for(lambda: accepted(consumer, gateway))
+    consumer.ask(made := need(gateway, "a"))
+    wait_for(lambda: bool(offered))
+    (address,), producer, another = gateway.consumers, gateway.channel.address, Address("tcp://127.66.0.1:1")
+    last = RowConsumerAccepted(another, 1e9, gateway.key, LAYOUT, gateway.join)
+    gateway.send_frames(address, [encode(PeerLost(producer, [], another)), encode(last)])
+    wait_for(lambda: consumer.key_of(another) is not None)
+    assert disconnected == []
+    gateway.later(0.0, lambda: gateway.sender.provide(offered[0], ROWS["a"]))
+    wait_for(lambda: made.rows is not None)
+    gateway.send_frames(address, [encode(PeerLost(producer, [], another))])
+    wait_for(lambda: disconnected == [producer])
 
 
 def num_files() -> int:

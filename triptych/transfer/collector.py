@@ -135,6 +135,10 @@ class RowCollector:
         """Note that a producer is gone, as ``Receiver.producer_lost``. ``advance`` must follow."""
         self._receiver.producer_lost(producer, offering, owner, suspect=suspect)
 
+    def receives_from(self, producer: Address) -> bool:
+        """As ``Receiver.receives_from``."""
+        return self._receiver.receives_from(producer)
+
     def check_deadlines(self) -> None:
         """Fail transfers without progress. Call a few times a second; ``advance`` must follow."""
         self._receiver.check_deadlines()

@@ -226,6 +226,10 @@ class Receiver:
         for abort in aborts:
             self._tell_lost(producer, abort)
 
+    def receives_from(self, producer: Address) -> bool:
+        """Return whether a producer has offered a transfer that isn't over."""
+        return any(one.producer is not None and one.producer.address == producer for one in self._transfers.values())
+
     def take_failures(self) -> list[TransferFailure]:
         """Return the failures since the last call. The transfer of each must be closed."""
         failures, self._failures = self._failures, []

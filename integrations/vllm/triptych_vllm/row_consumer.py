@@ -192,7 +192,8 @@ class ConsumerThread:
                     self._collector.producer_lost(
                         message.address, message.transfers, message.frontend, suspect=message.suspect
                     )
-                if not message.is_alive:
+                is_used = self._collector is not None and self._collector.receives_from(message.address)
+                if not message.is_alive and not is_used:  # by transfers of frontends that haven't lost it
                     self._channel.disconnect(message.address)
             case Cancel():
                 for need in [one for one in self._asking if one.request == message.request]:
