@@ -150,6 +150,17 @@ def test_a_taken_port_is_refused(pair: tuple[Channel, Channel]) -> None:
         Channel(SystemClock(), port=int(pair[0].address.rsplit(":", 1)[1]), secret=SECRET)
 
 
+def test_a_taken_name_is_told_from_a_taken_port() -> None:
+    with socket.socket() as free, socket.socket(socket.AF_UNIX) as taken:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        taken.bind(f"\0triptych-127.0.0.1-{port}")
+        taken.listen()
+        free.close()
+        with pytest.raises(BadAddress, match=f"can't listen on ipc://@triptych-127.0.0.1-{port}: Address already in use"):
+            Channel(SystemClock(), port=port)
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "no.such.host.invalid", "a" * 100, "192.0.2.1"])
 def test_a_host_that_no_process_is_reached_at_is_refused(host: str) -> None:
     with no_growth(), pytest.raises(BadAddress):

@@ -133,8 +133,7 @@ class Channel:
                 self._prepare_inbox(ipv6="[" in where)
                 self._inbox.bind(where)
                 self.address = Address(self._inbox.get_string(zmq.LAST_ENDPOINT))
-                if (ipc := _ipc_endpoint(self.address)) is not None:
-                    self._inbox.bind(ipc)
+                self._bind_ipc()
             except (OSError, zmq.ZMQError) as error:
                 raise BadAddress(refusal(host, port, OSError(error.errno, error.strerror))) from None
             except RuntimeError as error:
@@ -278,6 +277,14 @@ class Channel:
         with self._wake_lock:
             self._closed = True  # first: a signal handler may run between these lines
             os.close(self._wake_fd)
+
+    def _bind_ipc(self) -> None:
+        """Raises BadAddress if another process has the name: not the port, which is bound."""
+        if (ipc := _ipc_endpoint(self.address)) is not None:
+            try:
+                self._inbox.bind(ipc)
+            except zmq.ZMQError as error:
+                raise BadAddress(f"can't listen on {ipc}: {error.strerror}") from None
 
     def _prepare_inbox(self, *, ipv6: bool) -> None:
         self._inbox.set(zmq.LINGER, 0)
