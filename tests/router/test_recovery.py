@@ -253,6 +253,18 @@ def test_another_process_in_place_of_a_silent_one_excuses_nothing() -> None:
     assert harness.router.debug_state().requests[stream.request].losses == 1
 
 
+def test_a_process_that_stood_still_is_known_again_after_others_of_its_name() -> None:
+    harness = RouterHarness(PD0, restart_hold=60.0, request_timeout=600.0)
+    stream = harness.submit()
+    harness.wait(EXPIRY + 1)
+    harness.register(PD0, pid=2, suspect=False)
+    harness.router.handle(Deregister(PD0))
+    openings = harness.router.lifecycle.requests.num_openings
+    harness.register(PD0, suspect=False)
+    assert harness.router.debug_state().requests[stream.request].losses == 1, "by the second alone"
+    assert harness.router.lifecycle.requests.num_openings > openings
+
+
 def test_others_drop_their_transfers_with_an_instance_of_which_messages_were_lost() -> None:
     harness = RouterHarness(E0, E1, PD0)
     stream = harness.submit(1.0)

@@ -3,7 +3,6 @@
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from triptych.clock import Clock
@@ -49,15 +48,6 @@ RESET_PAUSE = 3.0
 their ends notice it one after the other."""
 
 
-@dataclass(frozen=True)
-class _Silent:
-    """A process that sent no heartbeats for as long as a lease lasts."""
-
-    pid: int
-    incarnation: int
-    blamed: list[RequestId]
-
-
 class InstanceMessages:
     """Handles what is said of instances, and recovers the requests of those that are lost."""
 
@@ -99,8 +89,9 @@ class InstanceMessages:
         self._clock = clock
         self._recovering: list[tuple[str, list[RequestId]]] = []
         """Instances that were lost since the last call of ``report``, and the requests that each worked on."""
-        self._silent: dict[str, _Silent] = {}
-        """The last process of each name that sent no heartbeats, while a request that is blamed for that lives."""
+        self._silent: dict[tuple[str, int, int], list[RequestId]] = {}
+        """The requests blamed for each process that sent no heartbeats for as long as a lease lasts, while one of them
+        lives, by name, pid and incarnation."""
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         """Return what handles each type of message."""
@@ -125,8 +116,8 @@ class InstanceMessages:
             why = f"sent no heartbeat for {self._config.lease_expiry:g} s"
             log.warning("%s %s", instance.name, why)
             blamed = self._remove_instance(instance, why)
-            self._silent = {name: one for name, one in self._silent.items() if any(map(self._requests.get, one.blamed))}
-            self._silent[instance.name] = _Silent(instance.pid, instance.incarnation, blamed)
+            self._silent = {one: ids for one, ids in self._silent.items() if any(map(self._requests.get, ids))}
+            self._silent[instance.name, instance.pid, instance.incarnation] = blamed
         self._reset_where_messages_were_lost(now)
         for consumer in self._consumers.expire():
             for instance in self._membership:  # it has a connection, and the consumer's memory
@@ -145,9 +136,9 @@ class InstanceMessages:
         held = self._membership.get(message.address)
         if held is not None and is_before(held, message):
             return  # connections of one instance may overtake each other
-        silent = self._silent.pop(message.name, None)
-        if silent and (silent.pid, silent.incarnation) == (message.pid, message.incarnation) and not message.suspect:
-            self._transitions.forgive(silent.blamed)
+        blamed = self._silent.pop((message.name, message.pid, message.incarnation), [])
+        if not message.suspect:
+            self._transitions.forgive(blamed)
         changed = held is not None and has_new_role(held, message)
         if held is not None and not is_same(held, message):
             self._role_changes.registered(message)

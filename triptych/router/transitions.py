@@ -211,6 +211,7 @@ class Transitions:
         for state in filter(None, map(self._requests.get, requests)):
             self._quarantine.forgive(state)
             self._encodes.queue_again(state)
+            self._requests.num_openings += 1  # it may be where it might not be as a suspect
 
     def fail_missing(self, state: RequestState, stage: Stage) -> None:
         """Fail a dispatched request that needs a stage without an instance."""
