@@ -5,7 +5,7 @@
 
 A client asks one question after the other, half of them about a picture. It does so alone, then beside a process that
 misbehaves with another API key. Both are done in turns for each way, ``--repeat`` times. It fails with exit code 1 if
-the 99th percentile beside exceeds ``--limit`` times that alone, or a question isn't answered.
+the 99th percentile beside exceeds ``--limit`` times that alone, a question isn't answered, or nobody misbehaves.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import socket
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,11 @@ class Place:
         return "\r\n".join([*lines, "", ""]).encode()
 
 
-Way = Callable[[Place, httpx.AsyncClient, Iterator[int]], Awaitable[object]]
-"""Misbehaves once; numbers are unique. It is done again when it ends, also with an error."""
+Way = Callable[[Place, httpx.AsyncClient, Iterator[int]], Awaitable[int | None]]
+"""Misbehaves once; numbers are unique. It is done again when it ends, also with an error. Returns the first digit of an
+answer's status, if it reads one."""
+
+OUTCOMES = ("begun", "broken off", "2xx", "3xx", "4xx", "5xx")
 
 
 def chat(**more: Any) -> Callable[[object], dict[str, Any]]:
@@ -69,9 +73,10 @@ def chat(**more: Any) -> Callable[[object], dict[str, Any]]:
 def posts(body: Callable[[Place, int], object], path: str = "/v1/chat/completions") -> Way:
     """Post JSON and read the answer."""
 
-    async def way(place: Place, http: httpx.AsyncClient, numbers: Iterator[int]) -> None:
+    async def way(place: Place, http: httpx.AsyncClient, numbers: Iterator[int]) -> int:
         answer = await http.post(path, json=body(place, next(numbers)))
         await asyncio.sleep(0.0 if answer.is_success else 0.1)
+        return answer.status_code // 100
 
     return way
 
@@ -154,8 +159,9 @@ WAYS: Mapping[str, tuple[str, int, Way]] = {
 """For each way: the line of the table, how often it is done at once, and how."""
 
 
-def misbehave(place: Place, name: str, begun: Any) -> None:
-    """Run as a process that is killed when it is over. ``begun``, a shared number, counts how often it misbehaved."""
+def misbehave(place: Place, name: str, counts: Any) -> None:
+    """Run as a process that is killed when it is over. ``counts``, in shared memory, has one number for each of
+    ``OUTCOMES``. Errors other than of its connections end the process."""
 
     async def run() -> None:
         _, times, way = WAYS[name]
@@ -167,10 +173,12 @@ def misbehave(place: Place, name: str, begun: Any) -> None:
 
             async def again() -> None:
                 while True:
-                    begun.value += 1
+                    counts[0] += 1
                     try:
-                        await way(place, http, numbers)
+                        if (digit := await way(place, http, numbers)) is not None:
+                            counts[digit] += 1
                     except (OSError, httpx.HTTPError):
+                        counts[1] += 1
                         await asyncio.sleep(0.1)
 
             await asyncio.gather(*(again() for _ in range(times)))
@@ -198,17 +206,22 @@ async def questions(url: str, numbers: Iterator[int], count: int) -> list[Sample
         return await closed_loop(http, bodies, 1)
 
 
-async def beside(place: Place, url: str, name: str, numbers: Iterator[int], count: int) -> tuple[list[Sample], int]:
-    """Return the answers, and how often the other one misbehaved."""
+async def beside(
+    place: Place, url: str, name: str, numbers: Iterator[int], count: int
+) -> tuple[list[Sample], Counter[str]]:
+    """Return the answers, and what the other one got. Raises RuntimeError if it has ended."""
     context = multiprocessing.get_context("spawn")
-    begun = context.Value("q", lock=False)
-    process = context.Process(target=misbehave, args=[place, name, begun], daemon=True)
+    counts = context.Array("q", len(OUTCOMES), lock=False)
+    process = context.Process(target=misbehave, args=[place, name, counts], daemon=True)
     process.start()
     try:
-        while not begun.value:
+        while not counts[0] and process.is_alive():
             await asyncio.sleep(0.05)
         await asyncio.sleep(SETTLE_SECONDS)
-        return await questions(url, numbers, count), begun.value
+        answers = await questions(url, numbers, count)
+        if not process.is_alive():
+            raise RuntimeError(f"the process that misbehaves in the way {name} has ended")
+        return answers, Counter(dict(zip(OUTCOMES, counts, strict=True)))
     finally:
         process.kill()
         await asyncio.to_thread(process.join)
@@ -248,11 +261,11 @@ async def run(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str
         for name in arguments.only:
             alone: list[Sample] = []
             other: list[Sample] = []
-            total = 0
+            total: Counter[str] = Counter()
             for _ in range(arguments.repeat):
                 alone += await questions(url, numbers, arguments.requests)
-                answers, begun = await beside(place, url, name, numbers, arguments.requests)
-                other, total = other + answers, total + begun
+                answers, counts = await beside(place, url, name, numbers, arguments.requests)
+                other, total = other + answers, total + counts
             found[name] = compared(alone, other) | {"misbehaved": total}
             print(f"{name:10} {json.dumps(found[name])}", flush=True)
     return found
