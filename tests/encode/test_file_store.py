@@ -171,6 +171,27 @@ def test_what_cannot_be_written_is_not_kept(
     store.close()
 
 
+def test_damaged_rows_are_removed_also_after_a_failed_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = filled(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", full)
+        store.put([stored_name("more")], rows(1))
+        store.flush()
+    (tmp_path / stored_name("3")).write_bytes(b"damaged")
+    assert found(store, "3", "3", "2") == [None, None, 2]
+    store.flush()
+    assert not (tmp_path / stored_name("3")).exists()
+    assert not (tmp_path / stored_name("content 3")).exists()
+    assert caplog.text.count("are damaged") == 1
+    store.close()
+
+
 def test_too_much_at_once_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_store, "MAX_QUEUED_BYTES", rows(1).nbytes)
     store = FileStore(tmp_path, MAX_BYTES, SystemClock(), started_executor)

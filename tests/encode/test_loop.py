@@ -377,7 +377,8 @@ class Later:
 
     def put(self, names: Sequence[str], rows: EmbeddingRows) -> None: ...
 
-    def evict(self, names: Sequence[str]) -> None: ...
+    def evict(self, names: Sequence[str]) -> None:
+        assert names, "a store may have to look through all files"
 
     def answer(self, rows: EmbeddingRows | None) -> None:
         names, future = self.asked.pop(0)

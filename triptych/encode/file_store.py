@@ -66,7 +66,7 @@ class FileStore:
         self._paused_until = 0.0
         """Until when nothing is written, because a write has failed."""
         self._failed: set[str] = set()
-        """What has failed before, so that it is logged once."""
+        """What has failed before, and names of damaged files, so that each is logged once."""
         self._writer.submit(self._logged, "count", self._locked, self._evict)
 
     @property
@@ -101,7 +101,7 @@ class FileStore:
 
     def evict(self, names: Sequence[str]) -> None:
         """See ``EmbeddingStore``."""
-        self._writer.submit(self._logged, "evict", self._locked, lambda count: self._remove(names, count))
+        self._writer.submit(self._logged, "evict", self._remove, list(names))
 
     def flush(self) -> None:
         """Wait until what was put or evicted before is written."""
@@ -135,11 +135,13 @@ class FileStore:
             return None
         if (rows := decoded(data)) is not None:
             return rows
-        log.warning("the stored rows in %s are damaged or of another version; they are removed", path)
+        if name not in self._failed:  # perhaps it can't be removed
+            self._failed.add(name)
+            log.warning("the stored rows in %s are damaged or of another version; they are removed", path)
         self.evict([name])
         return None
 
-    # ── writing, by the holder of the lock ───────────────────────────────────────────────────────────────────
+    # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _written(self, names: list[str], rows: EmbeddingRows) -> None:
         try:
@@ -170,18 +172,17 @@ class FileStore:
                 os.link(known, path)
         return num_bytes
 
-    def _remove(self, names: Sequence[str], num_bytes: int) -> int:
-        """Remove files with all their names. Returns the new count."""
+    def _remove(self, names: Sequence[str]) -> None:
+        """Remove files with all their names, whoever has the lock: too high a count does no harm, damaged files do."""
         wanted = set()
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 wanted.add((self._folder / name).stat().st_ino)
-        for number, (size, _, paths) in self._files().items():
+        for number, (_, _, paths) in self._files().items():
             if number in wanted:
-                num_bytes -= size
                 for path in paths:
                     path.unlink(missing_ok=True)
-        return max(0, num_bytes)
+        self._locked(self._evict)
 
     def _evict(self, _counted: int = 0, needed: int = 0) -> int:
         """Count the files and, if ``needed`` bytes don't fit, remove those that were used least recently. Returns the

@@ -331,7 +331,8 @@ class EncodeLoop:
             return
         stored = {number: rows for number, rows in zip(job.parts, found, strict=True) if rows is not None}
         unfit = [number for number, rows in stored.items() if not self._fits(job, number, rows)]
-        self.store.evict([part_name(job.key, number) for number in unfit])
+        if unfit:
+            self.store.evict([part_name(job.key, number) for number in unfit])
         job.missing = [number for number in job.parts if number not in stored or number in unfit]
         if job.missing:
             self.fetcher.add(job)
