@@ -157,7 +157,9 @@ def test_a_taken_name_is_told_from_a_taken_port() -> None:
         taken.bind(f"\0triptych-127.0.0.1-{port}")
         taken.listen()
         free.close()
-        with pytest.raises(BadAddress, match=f"can't listen on ipc://@triptych-127.0.0.1-{port}: Address already in use"):
+        with pytest.raises(
+            BadAddress, match=f"can't listen on ipc://@triptych-127.0.0.1-{port}: Address already in use"
+        ):
             Channel(SystemClock(), port=port)
 
 
