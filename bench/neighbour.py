@@ -5,7 +5,7 @@
 
 A client asks one question after the other, half of them about a picture. It does so alone, then beside a process that
 misbehaves with another API key. Both are done in turns for each way, ``--repeat`` times. It fails with exit code 1 if
-the 99th percentile beside exceeds ``--limit`` times that alone, a question isn't answered, or nobody misbehaves.
+the 99th percentile beside exceeds ``--limit`` times that alone, a question isn't answered, or the other process ends.
 """
 
 import argparse

@@ -173,7 +173,7 @@ class FileStore:
         return num_bytes
 
     def _remove(self, names: Sequence[str]) -> None:
-        """Remove files with all their names, whoever has the lock: too high a count does no harm, damaged files do."""
+        """Remove files with all their names, even while another process has the lock: too high a count does no harm."""
         wanted = set()
         for name in names:
             with contextlib.suppress(FileNotFoundError):

@@ -27,7 +27,7 @@ class SuspectKind:
 
     request: RequestId
     parts: tuple[PartName, ...] = ()
-    """As in ``WaitingKind``, if it waits for these, too."""
+    """Parts that are being encoded, if it waits for these, too."""
 
 
 @dataclass(frozen=True)

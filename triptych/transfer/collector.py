@@ -136,7 +136,7 @@ class RowCollector:
         self._receiver.producer_lost(producer, offering, owner, suspect=suspect)
 
     def receives_from(self, producer: Address) -> bool:
-        """As ``Receiver.receives_from``."""
+        """Return whether a producer has offered a transfer that isn't over."""
         return self._receiver.receives_from(producer)
 
     def check_deadlines(self) -> None:
