@@ -124,8 +124,8 @@ def check_path(short: Served, document: Any, method: str, path: str, num_cases: 
 
 @pytest.mark.parametrize(("method", "path"), PATHS)
 def test_requests_from_the_document(short: Served, document: Any, method: str, path: str) -> None:
-    """About 200 requests in total."""
-    check_path(short, document, method, path, 40 if PATHS.index((method, path)) < GENERATING else 12)
+    """About 100 requests in total."""
+    check_path(short, document, method, path, 20 if PATHS.index((method, path)) < GENERATING else 8)
 
 
 @pytest.mark.slow

@@ -182,7 +182,8 @@ def read_until(one: socket.socket, end: bytes) -> bytes:
 def test_what_has_not_changed_is_not_sent_again(frontend: Alone) -> None:
     with frontend.client() as client, closing(snapshots(client)) as stream:
         first, *rest = [next(stream) for _ in range(3)]
-        assert rest == [msgspec.structs.replace(first, time=one.time) for one in rest]
+        # how busy the frontend is may change at any time
+        assert rest == [msgspec.structs.replace(first, time=one.time, frontend=one.frontend) for one in rest]
         assert rest[1].time - rest[0].time >= SILENCE - 0.05
 
 

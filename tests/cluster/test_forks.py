@@ -118,6 +118,7 @@ def test_a_process_that_ends_with_the_server_is_lost_and_not_to_blame() -> None:
     run(test)
 
 
+@pytest.mark.slow
 def test_new_code_gets_a_new_server() -> None:
     async def test(launcher: LocalLauncher, start: Start, lines: list[str]) -> None:
         await (await start()).wait()

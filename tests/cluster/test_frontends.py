@@ -211,6 +211,7 @@ def test_one_that_stands_still_keeps_its_requests_and_harms_no_others(running: S
     wait_for(lambda: running.is_idle("a") and running.is_idle("b"), 10)
 
 
+@pytest.mark.slow
 def test_one_that_ends_leaves_the_instances_to_the_other(running: Shared) -> None:
     load = Load(running, "b")
     running.parts["a"].send(signal.SIGTERM)

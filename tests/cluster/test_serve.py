@@ -77,6 +77,7 @@ def test_children_end_with_a_supervisor_that_is_killed(folder: Path) -> None:
         assert command.end(5) == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_instances_join_one_by_one(folder: Path, tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other", tied=False)
     with triptych("serve", folder, *FAST, "--role", "frontend") as door:

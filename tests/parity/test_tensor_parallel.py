@@ -37,6 +37,7 @@ def test_greedy_cached_and_sampled_answers(model: Model) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["moe"], indirect=True)
 def test_preemption_and_rows_from_another_instance(model: Model) -> None:
     """A cache that holds little more than the longest answer alone, prefill in chunks, and an encode instance."""
