@@ -191,6 +191,7 @@ def test_a_second_signal_ends_an_instance_at_once(service: Command) -> None:
     wait_for(lambda: is_whole(service), 60, service)
 
 
+@pytest.mark.slow
 def test_the_service_drains_by_way_of_its_supervisor(folder: Path) -> None:
     """It starts nothing again meanwhile, and ends instances that have joined by themselves, too."""
     with triptych("serve", folder, *FAST, "--topology", "1EPD") as command, ExitStack() as stack:
