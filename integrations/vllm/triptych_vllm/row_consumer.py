@@ -210,7 +210,8 @@ class ConsumerThread:
             others = [one.accepted.layout for one in self._frontends.values() if one.accepted.join != message.join]
             differences = (one.difference(message.layout) for one in others if one is not None)
             if difference := next(filter(None, differences), "") or self._open(message.layout):
-                self._on_refused(message.join, difference)
+                known = [message.frontend] if message.frontend in self._frontends else []
+                self._note_refusal(message.join, difference, known)  # another one there may be about to replace one
                 return
         if message.frontend not in self._frontends:
             log.info("%s has accepted this engine", message.join)
@@ -224,11 +225,15 @@ class ConsumerThread:
             self._forget(min(self._frontends, key=lambda one: self._frontends[one].heard), "there are too many")
 
     def _on_refused(self, join: str, reason: str) -> None:
+        self._note_refusal(join, reason, [one for one, known in self._frontends.items() if known.accepted.join == join])
+
+    def _note_refusal(self, join: str, reason: str, frontends: Iterable[Address]) -> None:
+        """Note why the rows of these frontends at a ``HOST:PORT`` don't fit, and forget them."""
         if self._refusals.get(join) != reason:
             log.error("rows of %s don't fit this engine: %s", join, reason)
         if join in self._joins:
             self._refusals[join] = reason
-            for address in [one for one, known in self._frontends.items() if known.accepted.join == join]:
+            for address in frontends:
                 self._forget(address, f"rows of the frontend don't fit the engine: {reason}")
 
     def _on_messages_lost(self, message: MessagesLost) -> None:
