@@ -66,6 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(f"Beyond that: {above.binds.sentence}", markup=False, highlight=False)
     between = "\n" if "\n" in command else " "
     console.print(f"Start it:{between}{command}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        "Plans are still too hopeful: measure first, with triptych bench split.", style="dim", highlight=False
+    )
     return 0
 
 
