@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
+from tests.support import gateways
+from tests.support.gateways import WORDS, gateway_and_server, ready, states
+from tests.support.serving import CHAT, Served, image, image_part, text_part, wait_for
 from tests.support.tiny import make_tiny
 from tests.support.vllm_server import COMPLETIONS, VllmServer, vllm_server
 from triptych.client import EncodeClient
@@ -23,20 +26,7 @@ from triptych.errors import ConfigError, TopologyError
 from triptych.gateway.servers import ServerState
 from triptych.topology import Topology
 
-WORDS = "one two three"
-
-
-def gateway(folder: Path, *servers: VllmServer, topology: str = "1E", **settings: Any) -> Any:
-    urls = ",".join(server.url for server in servers)
-    return served(folder, topology, engine_requests=4, servers=f"vllm={urls}", **{"restart_hold": 30.0} | settings)
-
-
-def states(service: Served) -> list[str]:
-    return [str(server.state) for server in service.running.frontend.router.servers or ()]
-
-
-def ready(service: Served, number: int = 1) -> None:
-    wait_for(lambda: states(service).count("serving") == number)
+gateway = partial(gateways.gateway, engine_requests=4)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,9 +39,8 @@ def quick() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def pair(folder: Path) -> Iterator[tuple[Served, VllmServer]]:
-    with vllm_server(folder) as server, gateway(folder, server) as service:
-        ready(service)
-        yield service, server
+    with gateway_and_server(folder, engine_requests=4) as both:
+        yield both
 
 
 @pytest.fixture

@@ -8,9 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.gateways import WORDS, gateway_and_server
 from tests.support.scraping import scrape
-from tests.support.serving import Served, image_part, served, text_part, wait_for
-from tests.support.vllm_server import COMPLETIONS, VllmServer, vllm_server
+from tests.support.serving import Served, image_part, text_part, wait_for
+from tests.support.vllm_server import COMPLETIONS, VllmServer
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 CALL = {"index": 0, "id": "call_x", "type": "function", "function": {"name": "look", "arguments": ""}}
@@ -24,16 +25,13 @@ DELTAS: list[dict[str, Any]] = [
     {"tool_calls": [{"index": 0, "function": {"arguments": ' "it"}'}}]},
 ]
 SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}}
-WORDS = "one two three"
 
 
 @pytest.fixture(scope="module")
 def pair(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, VllmServer]]:
     kept = str(tmp_path_factory.mktemp("kept") / "responses.db")
-    settings: dict[str, Any] = {"restart_hold": 30.0, "response_store": kept}
-    with vllm_server(folder) as server, served(folder, "1E", servers=f"vllm={server.url}", **settings) as service:
-        wait_for(lambda: any(one.state == "serving" for one in service.running.frontend.router.servers or ()))
-        yield service, server
+    with gateway_and_server(folder, response_store=kept) as both:
+        yield both
 
 
 @pytest.fixture

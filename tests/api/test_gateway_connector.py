@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from triptych_vllm.row_needs import Need
 from triptych_vllm.settings import ConnectorSettings
 from triptych_vllm.start import start_consumer
 
+from tests.support import gateways
+from tests.support.gateways import WORDS, states
 from tests.support.hang_ups import hang_up
-from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
+from tests.support.serving import CHAT, Served, image, image_part, text_part, wait_for
 from tests.support.tiny import make_tiny
 from tests.support.vllm_server import VllmServer, vllm_server
 from triptych.client import EncodeClient
@@ -27,8 +30,6 @@ from triptych.messages.identity import ModelIdentity
 from triptych.messages.tickets import PARAMETER, frontend_of, unseal
 from triptych.models.registry import identity_of
 from triptych.transfer.memory import Bytes
-
-WORDS = "one two three"
 
 
 @dataclass
@@ -98,13 +99,7 @@ def quick() -> Iterator[None]:
         yield
 
 
-def gateway(folder: Path, *servers: VllmServer, topology: str = "1E") -> Any:
-    urls = ",".join(server.url for server in servers)
-    return served(folder, topology, servers=f"vllm-ec={urls}", restart_hold=30.0)
-
-
-def states(service: Served) -> list[str]:
-    return [str(server.state) for server in service.running.frontend.router.servers or ()]
+gateway = partial(gateways.gateway, kind="vllm-ec")
 
 
 @pytest.fixture(scope="module")

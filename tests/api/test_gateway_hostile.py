@@ -18,21 +18,20 @@ from tests.support.exploits import (
     pickles,
     tiny_pictures,
 )
+from tests.support.gateways import WORDS, gateway_and_server
 from tests.support.scraping import scrape
-from tests.support.serving import CHAT, Served, served, text_part, wait_for
-from tests.support.vllm_server import VllmServer, vllm_server
+from tests.support.serving import CHAT, Served, text_part, wait_for
+from tests.support.vllm_server import VllmServer
 from triptych.prompt.tokenizer import Tokenizer
 
-WORDS = "one two three"
 SECRETS = re.compile(r"0x[0-9a-f]{5,}|BytesIO|/tmp|\.py|Traceback", re.IGNORECASE)
 """What no message to a client may tell."""
 
 
 @pytest.fixture(scope="module")
 def pair(folder: Path) -> Iterator[tuple[Served, VllmServer]]:
-    with vllm_server(folder) as server, served(folder, "1E", servers=f"vllm={server.url}") as service:
-        wait_for(lambda: not service.running.frontend.router.servers.missing)  # type: ignore[union-attr]
-        yield service, server
+    with gateway_and_server(folder) as both:
+        yield both
 
 
 @pytest.fixture
