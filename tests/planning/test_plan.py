@@ -84,7 +84,7 @@ def test_a_trial_ends_once_it_is_clear() -> None:
     trials.run(candidate("2EPD"), 1.0, whole=True)
     assert len(drawn) > 200
     drawn.clear()
-    trials.quick().run(candidate("2EPD"), 4.0)
+    trials.short().run(candidate("2EPD"), 4.0)
     assert len(drawn) < 60
 
 
@@ -160,7 +160,7 @@ def test_neighbors_fit_as_well() -> None:
     assert [str(one) for one in of_four] == ["2E2PD"]
 
 
-def test_one_request_of_a_quick_trial_may_be_late() -> None:
+def test_one_request_of_a_short_trial_may_be_late() -> None:
     """The sixth request takes longer than the objective even alone; so does the twelfth, where there is one."""
     slo = Slo(ttft=0.05, tpot=0.1, share=0.99)
 
@@ -173,34 +173,34 @@ def test_one_request_of_a_quick_trial_may_be_late() -> None:
     one = candidate("1EPD")
     assert trials().kept(trials().run(one, 0.5))
     assert trials(5).run(one, 0.5, whole=True).failed == 1
-    assert trials(5).quick().kept(trials(5).quick().run(one, 0.5))
-    assert capacity(trials(5).quick(), one).rate > 0
-    assert not trials(5, 11).quick().kept(trials(5, 11).quick().run(one, 0.5))
+    assert trials(5).short().kept(trials(5).short().run(one, 0.5))
+    assert capacity(trials(5).short(), one).rate > 0
+    assert not trials(5, 11).short().kept(trials(5, 11).short().run(one, 0.5))
 
 
 class Rated(Trials):
-    """Trials that topologies keep up to given rates: other ones by quick trials."""
+    """Trials that topologies keep up to given rates: other ones by short trials."""
 
-    def __init__(self, rates: dict[str, tuple[float, float]], *, is_quick: bool = False) -> None:
+    def __init__(self, rates: dict[str, tuple[float, float]], *, is_short: bool = False) -> None:
         super().__init__(example_profile(), of_pictures, SLO)
         self.rates = rates
-        self.is_quick = is_quick
+        self.is_short = is_short
 
-    def quick(self) -> Trials:
-        return Rated(self.rates, is_quick=True)
+    def short(self) -> Trials:
+        return Rated(self.rates, is_short=True)
 
     def run(self, candidate: Candidate, rate: float, *, whole: bool = False) -> Trial:
-        kept = rate <= self.rates[str(candidate.topology)][not self.is_quick]
+        kept = rate <= self.rates[str(candidate.topology)][not self.is_short]
         at = made("1EPD", rate).at
         assert at is not None
         return replace(at, kept=float(kept), lost=not kept, failed=100 * (not kept), in_flight=1.0, busy={"epd0": 0.5})
 
 
-@pytest.mark.parametrize("glanced", [(10.4, 10.3, 10.2, 10.1, 10.0), (0.0,) * 5], ids=["too much", "nothing"])
-def test_whole_trials_say_what_the_best_keeps(glanced: tuple[float, ...]) -> None:
-    """Quick ones may say too much of all candidates, or that none keeps any rate."""
+@pytest.mark.parametrize("short", [(10.4, 10.3, 10.2, 10.1, 10.0), (0.0,) * 5], ids=["too much", "nothing"])
+def test_whole_trials_say_what_the_best_keeps(short: tuple[float, ...]) -> None:
+    """Short ones may say too much of all candidates, or that none keeps any rate."""
     names = ("1E1PD", "1E2PD", "1EP1D", "1EP2D", "1E1P1D")
-    rates = {name: (rate, 9.0) for name, rate in zip(names, glanced, strict=True)}
+    rates = {name: (rate, 9.0) for name, rate in zip(names, short, strict=True)}
     found = search(Rated(rates), [candidate(name) for name in names], example_profile())
     assert 8.0 < found.best.rate <= 9.0
     assert found.best_split is found.best

@@ -26,11 +26,11 @@ IDLE = 0.05
 LOWEST, HIGHEST = 1e-3, 1e5
 """Rates that are tried, in requests per second."""
 COARSE = 1.2
-"""The same ratio for quick trials, which tell the best candidates from the others."""
+"""The same ratio for short trials, which tell the best candidates from the others."""
 NEAR = 1.25
-"""How many times as much as a candidate the best one may keep by quick trials, so that both are looked at closely."""
+"""How many times as much as a candidate the best one may keep by short trials, so that both get whole trials."""
 CLOSE = 4
-"""Most candidates of a kind that are looked at closely at first, and if no glance tells them apart."""
+"""Most candidates of a kind that get whole trials at first, and if short trials don't tell them apart."""
 ALIKE = 0.05
 """Share by which a split candidate must be better than the best unsplit one: less isn't worth more processes."""
 ABOVE = 1.3
@@ -135,13 +135,13 @@ def search(
     near: Callable[[Candidate], Iterable[Candidate]] = lambda _: (),
 ) -> SearchResult:
     """Return the capacities of candidates, of better ones that are ``near`` the best, and of the best ones' variants.
-    ``told`` is given each one, and again once it is known closely. Raises ConfigError if none keeps the objectives at
-    any rate."""
+    ``told`` is given each one, and again after whole trials. Raises ConfigError if none keeps the objectives at any
+    rate."""
     looking = _Search(trials, told)
     for candidate in candidates:
-        looking.glance(candidate)
+        looking.try_short(candidate)
     for is_split in (False, True):
-        looking.look_closely(is_split=is_split)
+        looking.try_whole(is_split=is_split)
     for is_split in (True, False):
         looking.climb(near, is_split=is_split)
     for one in looking.best():
@@ -161,11 +161,11 @@ class _Search:
 
     def __init__(self, trials: Trials, told: Callable[[KeptRate], object]) -> None:
         self._trials = trials
-        self._quick = trials.quick()
+        self._short = trials.short()
         self._told = told
         self._found: dict[str, KeptRate] = {}
-        self._glanced: set[str] = set()
-        """Those that are known by quick trials alone."""
+        self._short_only: set[str] = set()
+        """Those that are known by short trials alone."""
 
     @property
     def ordered(self) -> list[KeptRate]:
@@ -183,22 +183,22 @@ class _Search:
         self._told(found)
         return found
 
-    def glance(self, candidate: Candidate) -> None:
-        """Find a candidate's capacity by quick trials, beginning at what is known of others."""
-        self._glanced.add(str(candidate))
-        self._add(capacity(self._quick, candidate, self._guess(), COARSE))
+    def try_short(self, candidate: Candidate) -> None:
+        """Find a candidate's capacity by short trials, beginning at what is known of others."""
+        self._short_only.add(str(candidate))
+        self._add(capacity(self._short, candidate, self._guess(), COARSE))
 
-    def look_closely(self, *, is_split: bool) -> None:
+    def try_whole(self, *, is_split: bool) -> None:
         """Find the capacities of those of a kind that may be the best one, and go on until whole trials say which one
-        is: quick ones may say too much. Some are looked at if quick trials say that none keeps the objectives."""
-        glanced = self._of_kind(is_split=is_split)
-        glanced = glanced or [one for one in self.ordered if one.candidate.is_split == is_split]
-        looked = [one for one in glanced[:CLOSE] if one.rate * NEAR >= glanced[0].rate]
-        while looked:
-            for one in looked:
-                self._glanced.discard(str(one.candidate))
+        is: short ones may say too much. Some are tried also if short trials say that none keeps the objectives."""
+        ranked = self._of_kind(is_split=is_split)
+        ranked = ranked or [one for one in self.ordered if one.candidate.is_split == is_split]
+        chosen = [one for one in ranked[:CLOSE] if one.rate * NEAR >= ranked[0].rate]
+        while chosen:
+            for one in chosen:
+                self._short_only.discard(str(one.candidate))
                 self._add(capacity(self._trials, one.candidate, one.rate or self._guess()))
-            looked = [one for one in self._of_kind(is_split=is_split)[:1] if str(one.candidate) in self._glanced]
+            chosen = [one for one in self._of_kind(is_split=is_split)[:1] if str(one.candidate) in self._short_only]
 
     def _guess(self) -> float:
         """Return the highest rate that any is known to keep, if there is one."""
@@ -206,7 +206,7 @@ class _Search:
 
     def add_better(self, candidate: Candidate, rate: float) -> KeptRate | None:
         """Find the capacity of a candidate if it keeps clearly more than a rate; return None if it doesn't."""
-        if not all(one.kept(one.run(candidate, rate * PRECISION)) for one in (self._quick, self._trials)):
+        if not all(one.kept(one.run(candidate, rate * PRECISION)) for one in (self._short, self._trials)):
             return None
         return self._add(capacity(self._trials, candidate, rate * PRECISION))
 

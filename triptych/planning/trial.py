@@ -27,8 +27,8 @@ MOST_GROWTH = 0.05
 """Seconds of a second by which the time to the first token may grow: few requests tell no more."""
 CHECKS = 0.5
 """Seconds between two looks at whether a trial is lost."""
-QUICK = 4
-"""How many times fewer requests a quick trial has, and one that keeps its objectives easily."""
+SHORTER = 4
+"""How many times fewer requests a short trial has, and one that keeps its objectives easily."""
 FEWEST = 20
 """Least requests of a trial."""
 EASY = 0.5
@@ -134,7 +134,7 @@ class Trials:
         """Return whether one of these trials kept the objectives."""
         return trial.keeps(self._slo.share, self._spare)
 
-    def quick(self) -> "Trials":
+    def short(self) -> "Trials":
         """Return trials with fewer requests, of which one may fail the objectives: they tell little from much."""
         if self._length is None:
             return self
@@ -143,7 +143,7 @@ class Trials:
             self._requests,
             self._slo,
             self._seed,
-            Length(max(FEWEST, self._length.requests // QUICK), self._length.seconds),
+            Length(max(FEWEST, self._length.requests // SHORTER), self._length.seconds),
             taken=self._taken,
             prompts=self._prompts,
             spare=1,
@@ -223,7 +223,7 @@ class _TrialRun:
         for number, asked in enumerate(requests):
             if number >= self._length.requests and self._is_enough(number, asked.at):
                 break
-            if number == max(FEWEST, self._length.requests // QUICK) and self._is_easy(asked.at):
+            if number == max(FEWEST, self._length.requests // SHORTER) and self._is_easy(asked.at):
                 break
             yield asked
         self._seen = self._look()
