@@ -224,7 +224,7 @@ WEIGHTS: Table = {
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling is not served"),
     ],
 }
-"""The same, of which the adapter alone knows."""
+"""Settings that only the adapter refuses, with what its error says."""
 PLANS: Table = {
     "llava_next": [
         ({"image_grid_pinpoints": [[75, 80]]}, "image_grid_pinpoints"),
@@ -243,7 +243,7 @@ PLANS: Table = {
         ({"template_version": "base"}, "template_version 'base'"),
     ],
 }
-"""The same, of which the planner alone knows."""
+"""Settings that only the planner refuses."""
 PROCESSORS: Table = {
     "llava+pixtral": [
         ({"size": {"longest_edge": 10**6}}, "longest_edge"),
@@ -329,7 +329,7 @@ PIXELS: Table = {
     ],
 }
 
-"""The same, of which the preprocessor alone knows."""
+"""Settings that only the preprocessor refuses."""
 
 
 def cases(table: Table) -> list[tuple[str, dict[str, Any], str]]:
