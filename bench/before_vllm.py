@@ -1,8 +1,8 @@
 """Encode instances before vLLM, beside vLLM alone on the same cores.
 
     scripts/setup-peers /tmp/peers
-    python -m bench.make_checkpoint /tmp/small --preset small --tokenizer /tmp/peers/tokenizer
-    python -m bench.before_vllm --model /tmp/small --vllm /tmp/peers/vllm --out bench/results/before-vllm.json
+    python -m bench.make_checkpoint /tmp/mid --preset mid --tokenizer /tmp/peers/tokenizer
+    python -m bench.before_vllm --model /tmp/mid --vllm /tmp/peers/vllm --out bench/results/before-vllm.json
 
 Three figures: the time to the first token of a request with one image; the time per token of answers without images
 while requests with images come; and the processor time of an engine whose requests wait for rows, for three families.
